@@ -18,7 +18,15 @@ class InputError(K3Error, ValueError):
 
 
 class SpecError(InputError):
-    """A KV cache spec field is out of range or contradicts another field."""
+    """A KV cache spec field is out of range or contradicts another field.
+
+    Attributes:
+        field: name of the field, or None where no single one is wrong.
+    """
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        self.field = field
+        super().__init__(message)
 
 
 class ShapeError(InputError):
