@@ -1,7 +1,7 @@
 """A tiny DeepSeek-V2-shaped model with seeded weights at which attention decides the tokens.
 
-Three dense layers of MLA with Kimi-K3's latent and rotary widths. With the small weights of a dummy
-load even a decode that returns zeros gives the same tokens; these are large enough that it does not.
+Three dense layers of MLA with Kimi-K3's latent and rotary widths. With a dummy load's small weights
+even a decode that returns zeros gives the same tokens; these are large enough that it does not.
 """
 
 from __future__ import annotations
