@@ -1,0 +1,1 @@
+"""The one place that knows vLLM: its classes in, its classes out."""
