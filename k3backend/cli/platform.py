@@ -1,4 +1,4 @@
-"""``k3backend platform``: the chosen vendor and why, and the versions that are installed."""
+"""``k3backend platform``: the chosen vendor and why, the versions found, and ROCm's routes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import platform as host
 from typing import TYPE_CHECKING
 
 from k3backend._version import __version__
-from k3backend.cli.command_line import Answer, CommandParser
+from k3backend.cli.command_line import Answer, CommandParser, UsageError, given_flags
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from k3backend.common.backend import Backend
     from k3backend.common.platform_choice import PlatformChoice, PlatformFacts
+    from k3backend.rocm.decode_routes import RouteRow
 
 SCHEMA = "k3backend.platform/1"
 
@@ -31,14 +32,22 @@ DISTRIBUTIONS: dict[str, tuple[str, ...]] = {
 def add_arguments(parser: CommandParser) -> None:
     """Declare the flags of ``platform``."""
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--routes", action="store_true", help="add ROCm's decode routes and why")
+    add = parser.add_argument_group("with --routes").add_argument
+    add("--tp", type=int, metavar="N", default=8, help="tensor-parallel ranks, default 8")
+    add("--dcp", type=int, metavar="N", default=1, help="context-parallel ranks, default 1")
+    add("--spec-tokens", type=int, metavar="N", default=7, help="drafted tokens, default 7")
+    add("--draft-heads", type=int, metavar="N", default=64, help="of the draft, default 64")
+    add("--arch", metavar="GPU", help="gfx950 or gfx942; default both")
+    add("--aiter-version", metavar="V", help="default: the installed one, else unknown")
 
 
 def run(args: argparse.Namespace) -> Answer:
     """Report the dispatcher's choice. Raises PlatformError where the choice cannot run."""
-    del args
     from k3backend.dispatch import BACKEND, CHOICE, FACTS
 
     versions = installed_versions()
+    routes = _routes(args, versions["aiter"])
     document = {
         "schema": SCHEMA,
         "platform": CHOICE.name,
@@ -52,7 +61,46 @@ def run(args: argparse.Namespace) -> Answer:
             "nvidia_devices": FACTS.nvidia_devices,
         },
     }
-    return Answer(document, lambda console: _render(console, CHOICE, FACTS, BACKEND, versions))
+    if routes is not None:
+        from k3backend.report.route_tables import routes_document
+
+        document["routes"] = routes_document(routes)
+
+    def render(console: Console) -> None:
+        _render(console, CHOICE, FACTS, BACKEND, versions)
+        if routes is not None:
+            from k3backend.report.route_tables import print_routes
+
+            print_routes(console, routes, _routes_heading(args, versions["aiter"]))
+
+    return Answer(document, render)
+
+
+def _routes(args: argparse.Namespace, installed_aiter: str | None) -> list[RouteRow] | None:
+    if not args.routes:
+        alone = [flag for flag in given_flags(args) if flag not in {"--json", "--routes"}]
+        if alone:
+            raise UsageError(f"{alone[0]} goes with --routes; add --routes or leave it out")
+        return None
+    from k3backend.rocm.decode_routes import route_table
+
+    return route_table(
+        tp=args.tp,
+        spec_tokens=args.spec_tokens,
+        dcp=args.dcp,
+        draft_heads=args.draft_heads,
+        arch=args.arch,
+        aiter_version=args.aiter_version or installed_aiter,
+    )
+
+
+def _routes_heading(args: argparse.Namespace, installed_aiter: str | None) -> str:
+    version = args.aiter_version or installed_aiter
+    told = f"AITER {version}" if version else "AITER not installed: what the last two have"
+    return (
+        f"ROCm decode routes, TP {args.tp}, DCP {args.dcp}, {args.spec_tokens} drafted tokens, "
+        f"96 target and {args.draft_heads} draft heads; {told}"
+    )
 
 
 def installed_versions() -> dict[str, str | None]:

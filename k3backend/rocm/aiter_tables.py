@@ -279,7 +279,7 @@ def table_for(aiter_version: str | None, arch: str) -> AiterTable:
     last_two = KNOWN_VERSIONS[-2:]
     older = release is not None and release < (_release(last_two[0]) or ())
     chosen = KNOWN_VERSIONS if older else last_two
-    label = f"unknown ({aiter_version or 'no version'})"
+    label = f"{aiter_version} (no table)" if aiter_version else "of unknown version"
     return _common([TABLES[version, arch] for version in chosen], label)
 
 

@@ -152,9 +152,6 @@ def _choose(
     aiter_version: str | None,
 ) -> Route:
     table = table_for(aiter_version, arch)
-    shape = f"{q_dtype} query over {kv_dtype} KV, {_mode(masked, cprr, q_len)}" + (
-        ", with LSE" if lse else ""
-    )
     if q_len > MAX_TABLE_Q_LEN:
         return _folded(heads, q_len, f"the tables of AITER stop at {MAX_TABLE_Q_LEN} query tokens")
     refusals: list[str] = []
@@ -177,25 +174,27 @@ def _choose(
             refusals.append(f"({padded}, {q_len}) {refusal}")
             continue
         reads = table.kv_reads(q_dtype, kv_dtype, padded, q_len)
-        padding = "" if padded == heads else f"{heads} heads padded to {padded}, "
-        doubt = "" if table.verified else "; the rows were not read in this version"
+        padding = "" if padded == heads else f", {heads} heads padded to {padded}"
+        doubt = "" if table.verified else "; rows not read in this version"
         return Route(
             name=AITER_CPRR if cprr else AITER,
             padded_heads=padded,
-            reason=f"AITER {table.version}, {arch}, {shape}: {padding}kernel row "
-            f"({row.heads}, {row.q_len or 'any'}), reads the KV {_times(reads)}{doubt}",
+            reason=f"AITER {table.version} has row ({row.heads}, {row.q_len or 'any'}){padding}, "
+            f"reads the KV {_times(reads)}{doubt}",
             kv_reads=reads,
             # The fp8 64-head kernel works on 32 keys at a time (test_mla_persistent.py:1282).
             kv_granularity=32 if padded == 64 and q_dtype == "fp8" else 16,
             verified=table.verified,
         )
-    if without_row:
-        sizes = ", ".join(map(str, without_row))
-        refusals.append(f"no kernel row for {heads} heads as {sizes} x {q_len} tokens")
-    if not refusals:
-        refusals.append(f"no kernel above {PADDED_HEADS[-1]} heads")
-    why = "; ".join(refusals)
-    return _folded(heads, q_len, f"AITER {table.version}, {arch}, {shape}: {why}")
+    if refusals:
+        why = refusals[0]
+    elif without_row:
+        sizes = " or ".join(map(str, without_row))
+        lse_part = " with LSE" if lse else ""
+        why = f"no {_mode(masked, cprr, q_len)} row{lse_part} for {sizes} heads x {q_len}"
+    else:
+        why = f"no kernel above {PADDED_HEADS[-1]} heads"
+    return _folded(heads, q_len, f"AITER {table.version}, {q_dtype}/{kv_dtype}, {arch}: {why}")
 
 
 def _refusal(
@@ -257,7 +256,7 @@ def route_table(
     spec_tokens: int,
     dcp: int = 1,
     target_heads: int = 96,
-    draft_heads: int = 96,
+    draft_heads: int = 64,
     arch: str | None = None,
     aiter_version: str | None = None,
 ) -> list[RouteRow]:

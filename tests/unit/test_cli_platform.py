@@ -32,3 +32,49 @@ def test_imports_none_of_what_it_reports() -> None:
     assert outcome.code == 0, outcome.stderr
     assert outcome.stderr == "loaded:\n"
     assert json.loads(outcome.stdout)["schema"] == "k3backend.platform/1"
+
+
+def test_routes_of_k3_with_dspark(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ("platform", "--routes", "--tp", "8", "--spec-tokens", "7")
+    outcome = run_here(capsys, *command, "--json")
+    assert (outcome.code, outcome.stderr) == (0, "")
+    routes = json.loads(outcome.stdout)["routes"]
+    shapes = {(row["heads"], row["q_len"], row["causal"]) for row in routes}
+    assert shapes == {(12, 1, True), (12, 8, True), (8, 7, False)}
+    assert all(row["reason"] and row["kv_reads"] == 1 for row in routes)
+    human = run_here(capsys, *command).stdout
+    for text in ("shape", "route", "why", "gfx950", "gfx942", "12 x 8", "8 x 7", "folded"):
+        assert text in human
+
+
+def test_routes_for_a_named_aiter_and_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = run_here(
+        capsys, "platform", "--routes", "--json", "--arch", "gfx950", "--aiter-version", "0.1.20"
+    )
+    routes = json.loads(outcome.stdout)["routes"]
+    assert {row["arch"] for row in routes} == {"gfx950"}
+    assert all(row["verified"] for row in routes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--tp", "8"), "--routes"),
+        (("--routes", "--tp", "7"), "tp=7"),
+        (("--routes", "--arch", "gfx90a"), "gfx90a"),
+        (("--routes", "--tp", "x"), "--tp"),
+    ],
+)
+def test_bad_route_flags_are_named(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], named: str
+) -> None:
+    outcome = run_here(capsys, "platform", *arguments)
+    assert (outcome.code, outcome.stdout) == (2, "")
+    assert outcome.stderr.count("\n") == 1
+    assert named in outcome.stderr
+
+
+def test_routes_import_none_of_what_they_are_about() -> None:
+    outcome = run_fresh("platform", "--routes", "--json", block=HEAVY)
+    assert outcome.code == 0, outcome.stderr
+    assert outcome.stderr == "loaded:\n"

@@ -1,0 +1,56 @@
+"""ROCm decode routes for people and programs: shape, route, why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from k3backend.report.tables import data_table
+from k3backend.rocm.decode_routes import RouteRow
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def routes_document(rows: Sequence[RouteRow]) -> list[dict[str, Any]]:
+    """The rows as JSON values, in order."""
+    return [
+        {
+            "shape": row.shape,
+            "arch": row.arch,
+            "kv_dtype": row.kv_dtype,
+            "heads": row.heads,
+            "q_len": row.q_len,
+            "causal": row.causal,
+            "route": row.route.name,
+            "padded_heads": row.route.padded_heads,
+            "kv_reads": row.route.kv_reads,
+            "verified": row.route.verified,
+            "reason": row.route.reason,
+        }
+        for row in rows
+    ]
+
+
+def print_routes(console: Console, rows: Sequence[RouteRow], heading: str) -> None:
+    """Print one table: what is decoded, by which kernel, and why."""
+    columns = [
+        ("shape", "left"),
+        ("GPU", "left"),
+        ("KV", "left"),
+        ("heads x tokens", "right"),
+        ("route", "left"),
+        ("why", "left"),
+    ]
+    cells = [
+        (
+            row.shape,
+            row.arch,
+            row.kv_dtype,
+            f"{row.heads} x {row.q_len}",
+            row.route.name,
+            row.route.reason,
+        )
+        for row in rows
+    ]
+    console.print(data_table(columns, cells, title=heading))
