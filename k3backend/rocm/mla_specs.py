@@ -1,0 +1,63 @@
+"""KV cache specs on AMD ROCm: the shared builder with what AITER and its peers want of the cache.
+
+AITER MLA reads a page of one token, so any block serves it unsplit. The fused KDA prefill saves
+states at multiples of its 64-token chunk; planning assumes none unless told
+(``--prefill-checkpoint-blocks 1``).
+"""
+
+from __future__ import annotations
+
+from k3backend.common.k3_model import Deployment
+from k3backend.common.kv_spec import KVCacheSpec
+from k3backend.common.layer_specs import (
+    VendorCacheFacts,
+    draft_specs,
+    layer_specs,
+    layer_stages,
+    target_specs,
+)
+from k3backend.common.plan_context import KernelBlocks
+
+FACTS = VendorCacheFacts(
+    checkpoint_alignment_tokens=64,
+    prefill_checkpoint_blocks=0,
+    mla_kernel_blocks=KernelBlocks.parse("any"),
+    draft_kernel_blocks=KernelBlocks.parse("multiple:16"),
+    backend_kernel_blocks={
+        "ROCM_AITER_MLA": KernelBlocks.parse("any"),
+        "TRITON_MLA": KernelBlocks.parse("multiple:16"),
+        "ROCM_AITER_FA": KernelBlocks.parse("16,32"),
+        "ROCM_AITER_UNIFIED_ATTN": KernelBlocks.parse("multiple:16"),
+        "ROCM_ATTN": KernelBlocks.parse("multiple:16"),
+        "TRITON_ATTN": KernelBlocks.parse("multiple:16"),
+    },
+)
+
+
+def build_target_specs(deployment: Deployment) -> dict[str, KVCacheSpec]:
+    """Layer name -> spec of the target's layers, in model order."""
+    return target_specs(deployment, FACTS)
+
+
+def build_draft_specs(deployment: Deployment) -> dict[str, KVCacheSpec]:
+    """Layer name -> spec of the draft's layers, in model order; empty without a draft."""
+    return draft_specs(deployment, FACTS)
+
+
+def build_layer_specs(deployment: Deployment) -> dict[str, KVCacheSpec]:
+    """Layer name -> spec of all layers: the target's, then the draft's."""
+    return layer_specs(deployment, FACTS)
+
+
+def build_layer_stages(deployment: Deployment) -> dict[str, int]:
+    """Layer name -> pipeline stage, for the same layers."""
+    return layer_stages(deployment)
+
+
+__all__ = [
+    "FACTS",
+    "build_draft_specs",
+    "build_layer_specs",
+    "build_layer_stages",
+    "build_target_specs",
+]
