@@ -52,6 +52,8 @@ class KvMergeError(K3Error, ValueError):
         field: name of the field that differs.
         left, right: the two values.
         layer_names: the layers that hold them, where known.
+        vllm_exception: name of the exception that vLLM's own merge raises here, or None where
+            this package's merge refused.
     """
 
     def __init__(
@@ -61,11 +63,13 @@ class KvMergeError(K3Error, ValueError):
         right: object,
         layer_names: Sequence[str] = (),
         remedy: str = "give both layers the same value or let them form two groups",
+        vllm_exception: str | None = None,
     ) -> None:
         self.field = field
         self.left = left
         self.right = right
         self.layer_names = tuple(layer_names)
+        self.vllm_exception = vllm_exception
         where = f" (layers {', '.join(self.layer_names)})" if self.layer_names else ""
         super().__init__(
             f"specs do not merge: {field} is {left!r} against {right!r}{where}; {remedy}"
