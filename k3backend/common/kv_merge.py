@@ -15,7 +15,12 @@ from typing import Any
 
 from k3backend.common.errors import InputError, KvMergeError
 from k3backend.common.kv_labels import LabelReport, normalize_labels, same_meaning
-from k3backend.common.kv_merge_vllm import vllm_merge, vllm_mergeable, vllm_uniform
+from k3backend.common.kv_merge_vllm import (
+    vllm_merge,
+    vllm_mergeable,
+    vllm_same_key,
+    vllm_uniform,
+)
 from k3backend.common.kv_spec import (
     FullAttentionSpec,
     KVCacheSpec,
@@ -34,6 +39,7 @@ __all__ = [
     "normalize_labels",
     "vllm_merge",
     "vllm_mergeable",
+    "vllm_same_key",
     "vllm_uniform",
 ]
 

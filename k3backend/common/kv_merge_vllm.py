@@ -29,6 +29,7 @@ The first spec's class decides the rule, so the answer depends on order. The qui
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from k3backend.common.errors import InputError, KvMergeError
@@ -105,6 +106,13 @@ def vllm_merge(specs: Iterable[KVCacheSpec], layer_names: Sequence[str] = ()) ->
         if isinstance(first, base):
             return rebuild(distinct)
     return first
+
+
+def vllm_same_key(spec: KVCacheSpec) -> KVCacheSpec:
+    """The spec as vLLM's buckets hash it: CUSTOM is OCTAVE_K3V4 there (quirk 8)."""
+    if isinstance(spec, AttentionSpec) and spec.kv_quant_mode is KVQuantMode.CUSTOM:
+        return replace(spec, kv_quant_mode=KVQuantMode.OCTAVE_K3V4)
+    return spec
 
 
 def _distinct(specs: Iterable[KVCacheSpec]) -> list[KVCacheSpec]:
