@@ -7,6 +7,7 @@ one checkpoint block per KDA group; planning assumes none unless told (``--prefi
 
 from __future__ import annotations
 
+from k3backend.common.draft_alignment import DraftRepair, align_draft_spec
 from k3backend.common.k3_model import Deployment
 from k3backend.common.kv_spec import KVCacheSpec
 from k3backend.common.layer_specs import (
@@ -59,6 +60,8 @@ def build_layer_stages(deployment: Deployment) -> dict[str, int]:
 
 __all__ = [
     "FACTS",
+    "DraftRepair",
+    "align_draft_spec",
     "build_draft_specs",
     "build_layer_specs",
     "build_layer_stages",

@@ -5,6 +5,7 @@ A checkpoint distance of 64 tokens is a multiple of either vendor's.
 
 from __future__ import annotations
 
+from k3backend.common.draft_alignment import DraftRepair, align_draft_spec
 from k3backend.common.k3_model import Deployment
 from k3backend.common.kv_spec import KVCacheSpec
 from k3backend.common.layer_specs import (
@@ -49,6 +50,8 @@ def build_layer_stages(deployment: Deployment) -> dict[str, int]:
 
 __all__ = [
     "FACTS",
+    "DraftRepair",
+    "align_draft_spec",
     "build_draft_specs",
     "build_layer_specs",
     "build_layer_stages",

@@ -7,6 +7,7 @@ states at multiples of its 64-token chunk; planning assumes none unless told
 
 from __future__ import annotations
 
+from k3backend.common.draft_alignment import DraftRepair, align_draft_spec
 from k3backend.common.k3_model import Deployment
 from k3backend.common.kv_spec import KVCacheSpec
 from k3backend.common.layer_specs import (
@@ -56,6 +57,8 @@ def build_layer_stages(deployment: Deployment) -> dict[str, int]:
 
 __all__ = [
     "FACTS",
+    "DraftRepair",
+    "align_draft_spec",
     "build_draft_specs",
     "build_layer_specs",
     "build_layer_stages",
