@@ -1,0 +1,331 @@
+"""Split plan: which worker decodes which part of which request's KV cache.
+
+Coordinates
+-----------
+- A *request* has ``kv_len`` KV tokens (local ones under DCP). Its query rows are processed in
+  ``row_tiles`` *row tiles*, each of which reads all of the request's KV.
+- A *tile* is ``tile_tokens`` KV tokens, counted from the request's first token. Only the last
+  tile of a request may be short. Pieces are cut at tile borders alone.
+- An *item* is a (request, row tile), numbered ``request * row_tiles + row_tile``.
+- A *piece* is a run of tiles of one item on one worker: one row of ``work``. Item ``i`` has
+  ``counts[i]`` pieces; its *split index* 0, 1, ... follows the KV order.
+- A *worker* is a persistent workgroup. It runs rows ``worker_indptr[w] : worker_indptr[w + 1]``.
+- A *slot* is the place of one partial result (output and lse2 of a row tile). An item with one
+  piece writes the final output and has slot -1. Of the other items, slots are numbered in the
+  order of items and split indices: item ``i`` owns ``slot_base[i] : slot_base[i] + counts[i]``,
+  where ``slot_base`` is the exclusive running sum of the counts that are above 1. A combine can
+  work from ``counts`` alone.
+- A request of length 0 has no piece and counts 0: the combine writes its empty result.
+
+Cost
+----
+In tiles: a piece costs its tiles + ``piece_tiles``, and ``split_tiles`` more if its item is cut.
+The defaults are derived, not measured, for 64 tokens of fp8 KV (36,864 B per tile) and 12 rows
+(K3 at TP 8, one token) on MI355X, where a CU's share of the bandwidth, 8 TB/s / 256, moves a tile
+in 1.18 us:
+
+- ``piece_tiles`` 1.25: 12 x 576 B of query and 12 x 512 x 2 B of bf16 output are 0.52 tiles; a trip
+  to HBM (about 0.8 us) before the first tile arrives is 0.68; together 1.20.
+- ``split_tiles`` 1.25: a partial is 12 x (512 + 1) x 4 B = 0.67 tiles, written once and read once
+  by the combine: 1.34, rounded to the quarter below because partials mostly stay in cache. The
+  output is then written by the combine instead of the piece, which moves its cost but keeps it.
+
+More rows cost more: `SplitCost.derived` does the same arithmetic for any shape. Costs are held in
+quarters of a tile, so that host and device planner add integers.
+
+Worked example
+--------------
+Lengths 1000, 130, 0 and 64 tokens, one row tile, 4 workers: 16, 3, 0 and 1 tiles. Whole, the items
+cost 17.25, 4.25, 0 and 2.25, in all 23.75. No plan is shorter than the lower bound
+max(23.75 / 4, 20 / 4 + 1.25) = 6.25 tiles. The bisection finds payload 8.5. There the first item
+does not fit, so it becomes heads of 8.5 - 2.5 = 6 tiles, two of them, and a rest of 4 tiles that
+costs 6.5; heads and rest with the two whole items take 2 x 8.5 + 6.5 + 6.5 of 4 x 8.5. (At 8.25 a
+head holds 5 tiles, so three heads and what is left take 34.75 of 33.) Largest first: the rest goes
+to the third worker, the item of 4.25 does not fit beside it and takes the fourth, and the item of
+2.25 fits that one exactly::
+
+    worker  request, row_tile, kv_start, kv_end, slot, split index
+    0       0, 0,   0,  384,  0, 0
+    1       0, 0, 384,  768,  1, 1
+    2       0, 0, 768, 1000,  2, 2
+    3       1, 0,   0,  130, -1, 0
+    3       3, 0,   0,   64, -1, 0
+    counts 3, 1, 0, 1; worker_indptr 0, 1, 2, 3, 5; workers cost 8.5, 8.5, 6.5, 6.5
+
+Capacity
+--------
+At most ``requests * row_tiles + workers - 1`` pieces. Proof, with the steps of
+`k3backend.common.split_packing`: every piece is (a) a head, alone on its worker; (b) an item or
+rest that lies whole in one worker, or the first piece of one that the fill cuts: at most one per
+item; or (c) a piece with which the fill starts a worker's free space, because the line came over
+from the worker before: at most one per worker without a head, and none for the line's first.
+With h heads and a worker left, (a) + (b) + (c) <= h + items + (workers - h - 1). With no worker
+left there is no rest, so (b) and (c) are empty: h = workers pieces, and there is an item.
+
+At most ``2 * (workers - 1)`` slots: an item of c > 1 pieces adds c - 1 >= c / 2 to the pieces
+beyond one per item, and those are at most workers - 1. That is under two slots per worker, and
+none for requests that stay whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from k3backend.common.errors import InputError, ShapeError
+from k3backend.common.split_packing import QUARTERS, IntArray, Packed, Problem, pack_best
+
+WORK_FIELDS = 6
+"""Columns of ``work``: request, row_tile, kv_start, kv_end, slot, split index."""
+MAX_KV_TOKENS = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SplitCost:
+    """Cost of a piece beside its tiles, in tiles; multiples of a quarter.
+
+    Attributes:
+        piece_tiles: start-up of every piece.
+        split_tiles: what a piece costs more when it writes a partial that the combine reads.
+    """
+
+    piece_tiles: float = 1.25
+    split_tiles: float = 1.25
+
+    def __post_init__(self) -> None:
+        for name in ("piece_tiles", "split_tiles"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not 0 <= value <= 1024:
+                raise InputError(f"{name}: expected tiles from 0 to 1024, got {value!r}")
+            if value * QUARTERS != int(value * QUARTERS):
+                raise InputError(
+                    f"{name}: expected a multiple of 1/{QUARTERS} tile, got {value!r}; round it, "
+                    "as SplitCost.derived does"
+                )
+
+    @property
+    def piece_quarters(self) -> int:
+        return int(self.piece_tiles * QUARTERS)
+
+    @property
+    def split_quarters(self) -> int:
+        return int(self.split_tiles * QUARTERS)
+
+    @classmethod
+    def derived(
+        cls,
+        rows: int,
+        *,
+        kv_token_bytes: int = 576,
+        query_element_bytes: int = 1,
+        tile_tokens: int = 64,
+        latency_tiles: float = 0.75,
+    ) -> SplitCost:
+        """Costs of a shape from the bytes that a piece moves beside its KV.
+
+        Args:
+            rows: query rows of one row tile (heads x tokens).
+            kv_token_bytes: bytes of one KV token, 576 for fp8, 1,152 for bf16.
+            query_element_bytes: bytes of one of the 576 query elements of a row.
+            tile_tokens: KV tokens of a tile.
+            latency_tiles: time before the first tile arrives, in tiles.
+        """
+        for name, value in (
+            ("rows", rows),
+            ("kv_token_bytes", kv_token_bytes),
+            ("query_element_bytes", query_element_bytes),
+            ("tile_tokens", tile_tokens),
+        ):
+            if value < 1:
+                raise InputError(f"{name}: expected at least 1, got {value!r}")
+        tile_bytes = kv_token_bytes * tile_tokens
+        output = rows * 512 * 2 / tile_bytes
+        partial = rows * 513 * 4 / tile_bytes
+        query = rows * 576 * query_element_bytes / tile_bytes
+        return cls(
+            piece_tiles=round((query + output + latency_tiles) * QUARTERS) / QUARTERS,
+            split_tiles=round(2 * partial * QUARTERS) / QUARTERS,
+        )
+
+
+def max_items(requests: int, row_tiles: int, workers: int) -> int:
+    """Rows that ``work`` needs for any lengths of this shape (proof in the module docstring)."""
+    _check_counts(requests=requests, row_tiles=row_tiles, num_workers=workers)
+    return requests * row_tiles + workers - 1 if requests else 0
+
+
+def max_slots(requests: int, row_tiles: int, workers: int) -> int:
+    """Partial slots that any lengths of this shape need."""
+    return min(2 * (workers - 1), max_items(requests, row_tiles, workers))
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPlan:
+    """A plan and what it was made for. See the module docstring for the coordinates.
+
+    Attributes:
+        work: int32 [items, 6], rows (request, row_tile, kv_start, kv_end, slot or -1, split index),
+            grouped by worker.
+        worker_indptr: int32 [num_workers + 1], first row of each worker.
+        counts: int32 [requests * row_tiles], pieces of each item.
+        row_tiles, num_workers, tile_tokens, cost: the arguments of `plan_splits`.
+    """
+
+    work: npt.NDArray[np.int32]
+    worker_indptr: npt.NDArray[np.int32]
+    counts: npt.NDArray[np.int32]
+    row_tiles: int
+    num_workers: int
+    tile_tokens: int
+    cost: SplitCost
+
+    @property
+    def slot_base(self) -> npt.NDArray[np.int32]:
+        """First slot of each item, int32 [requests * row_tiles]; meaningless where counts < 2."""
+        return slot_base(self.counts)
+
+    @property
+    def num_slots(self) -> int:
+        """Partial slots in use."""
+        return int(self.counts[self.counts > 1].sum())
+
+    @property
+    def extra_pieces(self) -> int:
+        """Pieces beyond one per item that has any KV."""
+        return len(self.work) - int(np.count_nonzero(self.counts))
+
+    def worker_cost_tiles(self) -> npt.NDArray[np.float64]:
+        """Cost of each worker in tiles, float64 [num_workers]."""
+        tiles = -(-(self.work[:, 3] - self.work[:, 2]) // self.tile_tokens)
+        split = self.work[:, 4] >= 0
+        cost = tiles + self.cost.piece_tiles + split * self.cost.split_tiles
+        total = np.concatenate([[0.0], np.cumsum(cost)])
+        return np.asarray(np.diff(total[self.worker_indptr]), dtype=np.float64)
+
+    @property
+    def makespan_tiles(self) -> float:
+        """Cost of the fullest worker in tiles."""
+        return float(self.worker_cost_tiles().max())
+
+    def __iter__(self) -> Iterator[npt.NDArray[np.int32]]:
+        """(work, worker_indptr, counts)"""
+        return iter((self.work, self.worker_indptr, self.counts))
+
+
+def plan_splits(
+    kv_lens: Any,
+    row_tiles: int = 1,
+    num_workers: int = 256,
+    tile_tokens: int = 64,
+    cost: SplitCost | None = None,
+) -> SplitPlan:
+    """Plan one decode step. Pure, deterministic, on the host; lengths on a device are copied.
+
+    Args:
+        kv_lens: integers [requests], KV tokens of each request: a sequence, numpy array or tensor.
+        row_tiles: row tiles of each request.
+        num_workers: persistent workgroups that will run the plan.
+        tile_tokens: KV tokens of a tile.
+        cost: cost of pieces; None is ``SplitCost()``.
+
+    Raises:
+        ShapeError: ``kv_lens`` is not one-dimensional or not of integers.
+        InputError: another argument is out of range.
+    """
+    lens = _lengths(kv_lens)
+    _check_counts(
+        requests=len(lens), row_tiles=row_tiles, num_workers=num_workers, tile_tokens=tile_tokens
+    )
+    cost = SplitCost() if cost is None else cost
+    if not isinstance(cost, SplitCost):
+        raise InputError(f"cost: expected a SplitCost, got {cost!r}")
+    problem = Problem(
+        tiles=-(-lens // tile_tokens),
+        row_tiles=row_tiles,
+        workers=num_workers,
+        piece=cost.piece_quarters,
+        split=cost.split_quarters,
+    )
+    packed = pack_best(problem) if lens.any() else Packed(0, [])
+    rows = [
+        (piece.request, piece.row_tile, piece.start, piece.end, piece.worker, piece.index)
+        for piece in packed.pieces
+    ]
+    table = np.array(rows, dtype=np.int64).reshape(-1, WORK_FIELDS)
+    item = table[:, 0] * row_tiles + table[:, 1]
+    counts = np.bincount(item, minlength=len(lens) * row_tiles).astype(np.int32)
+    slot = np.where(counts[item] > 1, slot_base(counts)[item] + table[:, 5], -1)
+    end = np.minimum(table[:, 3] * tile_tokens, lens[table[:, 0]])
+    work = np.stack(
+        [table[:, 0], table[:, 1], table[:, 2] * tile_tokens, end, slot, table[:, 5]], axis=1
+    )
+    per_worker = np.bincount(table[:, 4], minlength=num_workers)
+    return SplitPlan(
+        work=work.astype(np.int32),
+        worker_indptr=np.concatenate([[0], np.cumsum(per_worker)]).astype(np.int32),
+        counts=counts,
+        row_tiles=row_tiles,
+        num_workers=num_workers,
+        tile_tokens=tile_tokens,
+        cost=cost,
+    )
+
+
+def slot_base(counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """First slot of each item from the pieces of each item, both int32 [items]."""
+    slots = np.where(counts > 1, counts, 0)
+    return np.asarray(np.cumsum(slots) - slots, dtype=np.int32)
+
+
+def xcd_order(num_workers: int, num_xcds: int = 8, row_tiles: int = 1) -> npt.NDArray[np.int32]:
+    """Worker that each workgroup runs, int32 [num_workers], so that neighbours share an L2 cache.
+
+    The hardware deals workgroups to its XCDs in turn: workgroup g runs on XCD ``g % num_xcds``. A
+    plan puts pieces that read the same KV (the row tiles of one request) on neighbouring workers,
+    heads in whole groups of ``row_tiles`` from worker 0 on. This order gives every XCD a run of
+    neighbours, cut to whole groups; the workers that are over come last.
+    """
+    _check_counts(num_workers=num_workers, num_xcds=num_xcds, row_tiles=row_tiles)
+    order = np.empty(num_workers, dtype=np.int32)
+    over = []
+    worker = 0
+    for xcd in range(min(num_xcds, num_workers)):
+        groups = np.arange(xcd, num_workers, num_xcds)
+        aligned = len(groups) // row_tiles * row_tiles
+        order[groups[:aligned]] = np.arange(worker, worker + aligned)
+        worker += aligned
+        over.extend(groups[aligned:].tolist())
+    order[over] = np.arange(worker, num_workers)
+    return order
+
+
+def _check_counts(requests: int = 0, **counts: int) -> None:
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+            raise InputError(f"{name}: expected an integer of at least 1, got {value!r}")
+    if requests < 0:
+        raise InputError(f"requests: expected at least 0, got {requests!r}")
+
+
+def _lengths(kv_lens: Any) -> IntArray:
+    """The lengths as int64 [requests], without importing torch: a tensor is asked for its copy."""
+    if hasattr(kv_lens, "detach"):
+        kv_lens = kv_lens.detach().cpu().numpy()
+    values = np.asarray(kv_lens)
+    if values.size == 0:
+        values = values.astype(np.int64)
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise ShapeError(
+            f"kv_lens: expected integers of shape [requests], got shape {list(values.shape)} of "
+            f"{values.dtype}; pass one KV length per request"
+        )
+    if values.size and (values.min() < 0 or values.max() > MAX_KV_TOKENS):
+        bad = int(np.flatnonzero((values < 0) | (values > MAX_KV_TOKENS))[0])
+        raise InputError(
+            f"kv_lens: expected 0 to {MAX_KV_TOKENS} tokens, got {values[bad]} for request {bad}"
+        )
+    return values.astype(np.int64)
