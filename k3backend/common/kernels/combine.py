@@ -1,0 +1,100 @@
+# mypy: ignore-errors
+# Kernel bodies are Triton's language: not typed as Python.
+"""Merge of the partials of split row tiles, in split order: bitwise repeatable.
+
+Slots of one (request, row tile) pair follow each other in split order, and pairs follow each other:
+the first slot of a pair is the number of split pieces of the pairs before it (``first_slot``). Only
+pairs with more than one split have slots and are read here; pairs with one split were written by
+their piece; pairs with none (length 0) get output 0 and lse2 -inf, so that every output row is
+written by exactly one kernel, whatever the scratch held before.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+VALUE_DIM = tl.constexpr(512)
+
+
+@triton.jit
+def first_slot(counts_ptr, pair, MIN_SPLITS: tl.constexpr, SCAN: tl.constexpr):
+    """First slot of a pair: the splits of all split pairs before it."""
+    slot = 0
+    for start in tl.range(0, pair, SCAN):
+        index = start + tl.arange(0, SCAN)
+        count = tl.load(counts_ptr + index, mask=index < pair, other=0)
+        slot += tl.sum(tl.where(count >= MIN_SPLITS, count, 0))
+    return slot
+
+
+@triton.jit
+def combine_kernel(
+    counts_ptr,
+    partial_ptr,
+    partial_lse_ptr,
+    out_ptr,
+    lse_ptr,
+    out_scale,
+    ROWS_PER_REQUEST: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+    MIN_SPLITS: tl.constexpr,
+    SCAN: tl.constexpr,
+    STORE_LSE: tl.constexpr,
+):
+    """Merge one pair's rows. Grid: (requests * row tiles, ceil(slot rows / ROWS)).
+
+    Args:
+        counts_ptr: [requests * row tiles] int32 splits.
+        partial_ptr, partial_lse_ptr: [slots, min(ROWS_PER_REQUEST, TILE_ROWS), 512 and nothing]
+            float32, normalised, and their lse2.
+        out_ptr: [requests * ROWS_PER_REQUEST, 512]. lse_ptr: [requests * ROWS_PER_REQUEST] float32.
+        out_scale: factor of the output (k_scale).
+        MIN_SPLITS: pairs with fewer splits have no slots: 2.
+    """
+    SLOT_ROWS: tl.constexpr = TILE_ROWS if TILE_ROWS < ROWS_PER_REQUEST else ROWS_PER_REQUEST
+    ROW_TILES: tl.constexpr = (ROWS_PER_REQUEST + TILE_ROWS - 1) // TILE_ROWS
+    pair = tl.program_id(0)
+    count = tl.load(counts_ptr + pair)
+    if (count == 0) | (count >= MIN_SPLITS):
+        slot_row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+        row = pair % ROW_TILES * TILE_ROWS + slot_row
+        keep = (slot_row < SLOT_ROWS) & (row < ROWS_PER_REQUEST)
+        first = 0
+        if count > 0:
+            first = first_slot(counts_ptr, pair, MIN_SPLITS, SCAN)
+        part = first.to(tl.int64) * SLOT_ROWS + slot_row
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        for split in tl.range(0, count):
+            lse = tl.load(partial_lse_ptr + part + split * SLOT_ROWS, mask=keep, other=0.0)
+            top = tl.maximum(top, lse)
+        empty = top == float("-inf")
+        reference = tl.where(empty, 0.0, top)
+        columns = tl.arange(0, VALUE_DIM)
+        total = tl.zeros([ROWS], tl.float32)
+        # -0.0 is the neutral element of addition: one split comes out bit for bit.
+        acc = tl.full([ROWS, VALUE_DIM], -0.0, tl.float32)
+        for split in tl.range(0, count):
+            index = part + split * SLOT_ROWS
+            lse = tl.load(partial_lse_ptr + index, mask=keep, other=float("-inf"))
+            present = lse != float("-inf")
+            weight = tl.exp2(lse - reference)
+            value = tl.load(
+                partial_ptr + (index * VALUE_DIM)[:, None] + columns[None, :],
+                mask=present[:, None],
+                other=0.0,
+            )
+            total += weight
+            acc += value * weight[:, None]
+        safe = tl.where(empty, 1.0, total)
+        final = (pair // ROW_TILES).to(tl.int64) * ROWS_PER_REQUEST + row
+        if STORE_LSE:
+            lse = tl.where(empty, float("-inf"), reference + tl.log2(safe))
+            tl.store(lse_ptr + final, lse, mask=keep)
+        out = tl.where(empty[:, None], 0.0, acc / safe[:, None] * out_scale)
+        tl.store(
+            out_ptr + (final * VALUE_DIM)[:, None] + columns[None, :],
+            out.to(out_ptr.dtype.element_ty),
+            mask=keep[:, None],
+        )

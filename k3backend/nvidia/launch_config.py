@@ -1,0 +1,40 @@
+"""Launch choices of the folded decode on NVIDIA, one heuristic with the reason beside each number.
+
+The reasons are static: what the compiler makes of the kernel for sm_90 and sm_100 (registers,
+spills, shared memory, matrix instructions), without timing on a device.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from k3backend.common.launch_config import LaunchConfig
+
+DtypeName = Literal["fp8", "bf16"]
+
+
+def decode_launch(
+    rows: int, *, q_dtype: DtypeName = "fp8", kv_dtype: DtypeName = "fp8", capability: int = 90
+) -> LaunchConfig:
+    """How to launch the decode of requests with ``rows`` rows (heads x query tokens).
+
+    Row groups depend on ``rows`` alone, so that one plan serves every dtype.
+
+    Args:
+        rows: at least 1.
+        q_dtype, kv_dtype: "fp8" or "bf16".
+        capability: compute capability, major * 10 + minor.
+    """
+    # 64 rows, also for fewer: wgmma's M is 64, and below it Triton turns fp8 into float16 mma.sync.
+    # 128 rows do not fit: their 128 x 512 float32 accumulators take all 256 registers of each of
+    # 256 threads on sm_90, and fill tensor memory on sm_100, where Triton then compiles to an
+    # almost empty kernel without an error.
+    del rows, q_dtype, kv_dtype, capability
+    return LaunchConfig(
+        row_groups=(64, 0),
+        # 32 keys and 256-wide value chunks: no spills; 64 keys spill 10 registers on sm_90.
+        tile_tokens=32,
+        value_chunk=256,
+        num_warps=8,
+        num_stages=2,
+    )
