@@ -322,8 +322,25 @@ def _head_dim(fields: _Fields, num_attention_heads: int) -> int:
 
 
 def _layer_windows(fields: _Fields, num_layers: int) -> tuple[int | None, ...]:
-    """The window of each layer, from ``layer_types`` or from Qwen's older switch fields."""
+    """The window of each layer.
+
+    ``layer_types`` says which layers slide, or Qwen's older switch fields do; a ``dflash_config``
+    with ``use_swa`` makes all of them slide where no layer does, with a window of its own.
+    """
+    dflash = fields.section("dflash_config") if fields.has("dflash_config") else None
+    sliding = _sliding_layers(fields, num_layers, has_dflash=dflash is not None)
     window = fields.optional_integer("sliding_window", maximum=MAX_TOKENS)
+    if dflash is not None:
+        own_window = dflash.optional_integer("swa_window_size", maximum=MAX_TOKENS)
+        window = window if own_window is None else own_window
+        if dflash.flag("use_swa") and not any(sliding):
+            sliding = [True] * num_layers
+    if any(sliding) and window is None:
+        raise fields.error("sliding_window", "the window in tokens, as some layers slide")
+    return tuple(window if slides else None for slides in sliding)
+
+
+def _sliding_layers(fields: _Fields, num_layers: int, *, has_dflash: bool) -> list[bool]:
     if fields.has("layer_types"):
         types = fields.items("layer_types")
         if len(types) != num_layers:
@@ -338,24 +355,18 @@ def _layer_windows(fields: _Fields, num_layers: int) -> tuple[int | None, ...]:
                     f"{' or '.join(LAYER_TYPES)}; correct the config"
                 )
         sliding = [layer_type == "sliding_attention" for layer_type in types]
-        if (
-            any(sliding)
-            and fields.has("use_sliding_window")
-            and not fields.flag("use_sliding_window")
-        ):
+        switch_is_off = fields.has("use_sliding_window") and not fields.flag("use_sliding_window")
+        if any(sliding) and switch_is_off:
             raise fields.error("use_sliding_window", "true, as layer_types names sliding layers")
-    elif fields.flag("use_sliding_window"):
+        return sliding
+    if fields.flag("use_sliding_window"):
         if not fields.has("max_window_layers"):
             raise fields.error("layer_types", "the kind of each layer, as use_sliding_window is on")
         first = fields.integer("max_window_layers", minimum=0)
-        sliding = [index >= first for index in range(num_layers)]
-    elif window is not None and not fields.has("use_sliding_window"):
+        return [index >= first for index in range(num_layers)]
+    if fields.has("sliding_window") and not fields.has("use_sliding_window") and not has_dflash:
         raise fields.error("layer_types", "the kind of each layer, as sliding_window is set")
-    else:
-        sliding = [False] * num_layers
-    if any(sliding) and window is None:
-        raise fields.error("sliding_window", "the window in tokens, as some layers slide")
-    return tuple(window if slides else None for slides in sliding)
+    return [False] * num_layers
 
 
 def _shown(value: object) -> str:

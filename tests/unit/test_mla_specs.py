@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +26,7 @@ from k3backend.common.kv_spec import (
 )
 from k3backend.common.model_config import BUNDLED_DRAFTS
 from k3backend.common.plan_context import PlanContext
+from k3backend.common.spec_file import parse_spec_document
 from k3backend.nvidia import mla_specs as nvidia
 from k3backend.rocm.mla_specs import (
     align_draft_spec,
@@ -32,6 +36,7 @@ from k3backend.rocm.mla_specs import (
     build_target_specs,
 )
 
+CASES = Path(__file__).resolve().parents[1] / "data" / "planning"
 MLA_DRAFTS = [name for name in BUNDLED_DRAFTS if "mla" in name]
 
 
@@ -309,3 +314,29 @@ def test_building_specs_imports_no_torch() -> None:
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("case", "sizes"),
+    [
+        ("k3-mla-draft", {"draft": "dspark-mla"}),
+        ("k3-mla-draft-128k", {"draft": "dspark-mla-96h", "max_model_len": 131_072}),
+        ("k3-mla-draft-undeclared-shards", {"draft": "dspark-mla", "draft_max_tp_shards": None}),
+        ("k3-mla-draft-tp16", {"draft": "dspark-mla", "tp_size": 16, "kv_dtype": "auto"}),
+        ("k3-no-draft-tp16", {"spec_tokens": 7, "tp_size": 16, "kv_dtype": "auto"}),
+        ("k3-dcp8-all-sharded", {"draft": "dspark-mla", "dcp_size": 8}),
+    ],
+)
+def test_specs_are_those_that_public_reports_name(case: str, sizes: dict[str, object]) -> None:
+    """The cases hold layers as reports give them: kinds in a row, and without the KDA backend."""
+    file = json.loads((CASES / f"{case}.json").read_text())
+    reported = parse_spec_document(file["specs"], case)
+    deployment = Deployment.load(**sizes)
+    built = [
+        replace(spec, mamba_type="MAMBA2") if isinstance(spec, MambaSpec) else spec
+        for spec in build_layer_specs(deployment).values()
+    ]
+    assert Counter(built) == Counter(reported.specs.values())
+    assert sum(spec.is_draft for spec in built) == sum(
+        spec.is_draft for spec in reported.specs.values()
+    )

@@ -109,6 +109,20 @@ def test_older_qwen_fields_say_which_layers_slide(tmp_path: Path) -> None:
     assert draft.windows == (None, None, None, 2048, 2048)
 
 
+def test_a_dflash_draft_brings_its_own_window(tmp_path: Path) -> None:
+    document = _bundled("dspark-gqa-full")
+    document["dflash_config"] = {"use_swa": True, "swa_window_size": 512}
+    for layer_types in (document["layer_types"], None):
+        document["layer_types"] = layer_types
+        draft = load_draft(_write(tmp_path, document))
+        assert isinstance(draft, GQADraftConfig)
+        assert draft.windows == (512,) * 5
+    document["dflash_config"] = {"use_swa": True}
+    _refused(load_draft, _write(tmp_path, document), "sliding_window")
+    document["dflash_config"] = {"use_swa": 1}
+    _refused(load_draft, _write(tmp_path, document), "dflash_config.use_swa")
+
+
 def test_head_dim_may_be_left_to_the_hidden_size(tmp_path: Path) -> None:
     document = _changed(_bundled("dspark-gqa-full"), "head_dim", MISSING)
     draft = load_draft(_write(tmp_path, document))
