@@ -35,6 +35,10 @@ class Command:
 
 
 COMMANDS: tuple[Command, ...] = (
+    Command("layout", "how a K3 target and draft are grouped, per platform"),
+    Command("groups", "the same for any model, from a spec file"),
+    Command("explain", "which layers do not share a group, and what would join them"),
+    Command("diff", "what changed between two saved plans"),
     Command("platform", "the chosen vendor and why, and the versions found"),
 )
 

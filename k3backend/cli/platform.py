@@ -6,9 +6,10 @@ import argparse
 import importlib.metadata
 import importlib.util
 import platform as host
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from k3backend._version import __version__
+from k3backend.cli.arguments import MAX_RANKS, MAX_SPEC_TOKENS, integer
 from k3backend.cli.command_line import Answer, CommandParser, UsageError, given_flags
 
 if TYPE_CHECKING:
@@ -34,10 +35,12 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--routes", action="store_true", help="add ROCm's decode routes and why")
     add = parser.add_argument_group("with --routes").add_argument
-    add("--tp", type=int, metavar="N", default=8, help="tensor-parallel ranks, default 8")
-    add("--dcp", type=int, metavar="N", default=1, help="context-parallel ranks, default 1")
-    add("--spec-tokens", type=int, metavar="N", default=7, help="drafted tokens, default 7")
-    add("--draft-heads", type=int, metavar="N", default=64, help="of the draft, default 64")
+    ranks = integer(1, MAX_RANKS)
+    tokens = integer(0, MAX_SPEC_TOKENS)
+    add("--tp", type=ranks, metavar="N", default=8, help="tensor-parallel ranks, default 8")
+    add("--dcp", type=ranks, metavar="N", default=1, help="context-parallel ranks, default 1")
+    add("--spec-tokens", type=tokens, metavar="N", default=7, help="drafted tokens, default 7")
+    add("--draft-heads", type=ranks, metavar="N", default=64, help="of the draft, default 64")
     add("--arch", metavar="GPU", help="gfx950 or gfx942; default both")
     add("--aiter-version", metavar="V", help="default: the installed one, else unknown")
 
@@ -48,7 +51,7 @@ def run(args: argparse.Namespace) -> Answer:
 
     versions = installed_versions()
     routes = _routes(args, versions["aiter"])
-    document = {
+    document: dict[str, Any] = {
         "schema": SCHEMA,
         "platform": CHOICE.name,
         "reason": CHOICE.reason,

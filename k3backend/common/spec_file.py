@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from k3backend.common.errors import InputError, SpecError
+from k3backend.common.json_file import read_json_object
 from k3backend.common.kv_dtype import KVQuantMode, MultipleOf
 from k3backend.common.kv_spec import (
     SPEC_CLASSES,
@@ -64,26 +65,7 @@ def load_spec_file(path: str | Path) -> SpecFile:
         InputError: the file cannot be read, is no JSON or says something that is not understood;
             one line that names the file and the field.
     """
-    source = str(path)
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise InputError(f"{source}: there is no such file; give the path of a spec file") from None
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise InputError(f"{source}: cannot be read as text: {_one_line(error)}") from None
-    if not text.strip():
-        raise InputError(f"{source}: the file is empty, expected a JSON object of schema {SCHEMA}")
-    try:
-        document = json.loads(
-            text, object_pairs_hook=_unique_object, parse_constant=_refuse_constant
-        )
-    except RecursionError:
-        raise InputError(f"{source}: the JSON is nested too deeply; see the schema") from None
-    except InputError as error:
-        raise InputError(f"{source}: {error}") from None
-    except ValueError as error:
-        raise InputError(f"{source}: is not valid JSON: {_one_line(error)}") from None
-    return parse_spec_document(document, source)
+    return parse_spec_document(read_json_object(path, "spec file"), str(path))
 
 
 def parse_spec_document(obj: object, source: str = "spec document") -> SpecFile:
@@ -285,19 +267,6 @@ def _check_size(value: object, path: str) -> None:
         raise InputError(
             f"{path} is {_show(value)}, expected an integer from 1 to {MAX_SIZE}; correct it"
         )
-
-
-def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise InputError(f"field {_show(twice)} is given twice in one object; keep one of them")
-    return result
-
-
-def _refuse_constant(name: str) -> Any:
-    raise InputError(f"{name} is no JSON number; give an integer")
 
 
 def _show(value: object) -> str:

@@ -35,12 +35,12 @@ def routes_document(rows: Sequence[RouteRow]) -> list[dict[str, Any]]:
 def print_routes(console: Console, rows: Sequence[RouteRow], heading: str) -> None:
     """Print one table: what is decoded, by which kernel, and why."""
     columns = [
-        ("shape", "left"),
+        ("shape", "text"),
         ("GPU", "left"),
         ("KV", "left"),
         ("heads x tokens", "right"),
         ("route", "left"),
-        ("why", "left"),
+        ("why", "text"),
     ]
     cells = [
         (

@@ -25,18 +25,34 @@ def data_table(
     """A table with a header rule.
 
     Args:
-        columns: (header, "left" or "right") of each column.
+        columns: header of each column, and "right" for numbers and "left" for words, which keep
+            their line; "cut" for what may end in an ellipsis; "text" for what wraps.
         rows: cells as text, one per column.
         title: a line above the table.
     """
     table = Table(
-        box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False
+        box=box.SIMPLE_HEAD,
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        pad_edge=False,
+        show_edge=False,
     )
     for header, side in columns:
-        table.add_column(header, justify="right" if side == "right" else "left", overflow="fold")
+        table.add_column(
+            header,
+            justify="right" if side == "right" else "left",
+            overflow="fold" if side == "text" else "ellipsis",
+            no_wrap=side != "text",
+        )
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     return table
+
+
+def short_kind(kind: str) -> str:
+    """A spec kind without the word that all attention kinds have."""
+    return kind.replace("_attention", "")
 
 
 def whole(number: int) -> str:

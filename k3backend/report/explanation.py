@@ -1,0 +1,240 @@
+"""Why layers of a plan do not share a group, and what would join them.
+
+Layers with equal specs form one format (a draft's are kept apart from a target's). Two formats are
+explained when no group holds layers of both. A remedy is not only named: the model is planned again
+with it, and the answer says what that plan needs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from k3backend.common.errors import InputError, K3Error
+from k3backend.common.kv_merge import (
+    DifferenceKind,
+    FieldDifference,
+    explain_difference,
+    vllm_mergeable,
+)
+from k3backend.common.kv_plan import KvPlan
+from k3backend.common.kv_spec import KVCacheSpec, spec_kind_name
+from k3backend.common.spec_file import spec_field_to_json
+from k3backend.report.schemas import EXPLAIN_SCHEMA
+
+MAX_FORMATS = 200
+"""Every two formats are compared; a model has two to about ten."""
+
+_MODEL_FACTS = frozenset(
+    {
+        "attention_chunk_size",
+        "head_size",
+        "head_size_v",
+        "num_heads",
+        "num_kv_heads",
+        "rswa_window",
+        "shapes",
+        "sink_len",
+        "sliding_window",
+        "tokens_per_state",
+    }
+)
+"""Fields that follow from the model's weights; no setting changes them."""
+
+_SETTINGS = {
+    "block_size": "give both one block size",
+    "block_stride_alignment": "run both on the same attention backend, which then asks for one "
+    "alignment",
+    "cache_dtype_str": "store both in one cache dtype (--kv-dtype, --draft-kv-dtype)",
+    "dcp_sharded": "shard both over the DCP ranks, or neither",
+    "dtype": "store both in one cache dtype (--kv-dtype, --draft-kv-dtype)",
+    "kv_quant_mode": "store both in one cache dtype (--kv-dtype, --draft-kv-dtype)",
+    "max_tp_shards": "declare the shards that the cache has, 1 for an MLA latent, which every "
+    "rank holds whole",
+    "num_speculative_blocks": "keep as many speculative states in both",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFormat:
+    """The layers that have one spec.
+
+    Attributes:
+        id: number, in order of first appearance.
+        spec: their spec.
+        layer_names: in layer order.
+        group_ids: the groups that hold them.
+    """
+
+    id: int
+    spec: KVCacheSpec
+    layer_names: tuple[str, ...]
+    group_ids: tuple[int, ...]
+
+
+def explain_plan(
+    specs: Mapping[str, KVCacheSpec],
+    plan: KvPlan,
+    platform: str | None,
+    replan: Callable[[Mapping[str, KVCacheSpec]], KvPlan],
+) -> dict[str, Any]:
+    """Explain every two formats that share no group.
+
+    Args:
+        specs: spec per layer, as they were planned.
+        plan: their plan.
+        platform: vendor, None for a spec file.
+        replan: plans changed specs in the same way.
+    Raises:
+        InputError: the layers have more than MAX_FORMATS different specs.
+    """
+    formats = layer_formats(specs, plan)
+    apart = [
+        _pair(left, right, specs, replan)
+        for left, right in itertools.combinations(formats, 2)
+        if not set(left.group_ids) & set(right.group_ids)
+    ]
+    apart.sort(key=lambda pair: (not pair["joinable"], len(pair["differences"])))
+    return {
+        "schema": EXPLAIN_SCHEMA,
+        "platform": platform,
+        "policy": plan.policy,
+        "groups": len(plan.groups),
+        "block_bytes": plan.block_bytes,
+        "request_bytes": plan.request.bytes,
+        "formats": [_format(item) for item in formats],
+        "apart": apart,
+    }
+
+
+def layer_formats(specs: Mapping[str, KVCacheSpec], plan: KvPlan) -> list[LayerFormat]:
+    """The formats of a model, in layer order. Raises InputError above MAX_FORMATS."""
+    names: dict[tuple[KVCacheSpec, bool], list[str]] = {}
+    for name, spec in specs.items():
+        names.setdefault((spec, spec.is_draft), []).append(name)
+    if len(names) > MAX_FORMATS:
+        raise InputError(
+            f"the layers have {len(names)} different specs, and explain compares every two of at "
+            f"most {MAX_FORMATS}; give it fewer layers"
+        )
+    group_of = {name: group.id for group in plan.groups for name in group.layer_names}
+    return [
+        LayerFormat(number, spec, tuple(layers), tuple(sorted({group_of[name] for name in layers})))
+        for number, ((spec, _), layers) in enumerate(names.items())
+    ]
+
+
+def _pair(
+    first: LayerFormat,
+    second: LayerFormat,
+    specs: Mapping[str, KVCacheSpec],
+    replan: Callable[[Mapping[str, KVCacheSpec]], KvPlan],
+) -> dict[str, Any]:
+    # The draft, or else the format of fewer layers, is the one that would change.
+    left, right = first, second
+    if _rank(second) < _rank(first):
+        left, right = second, first
+    differences = explain_difference(left.spec, right.spec)
+    joined = _join(left, right, differences, specs, replan)
+    remedy = _remedy(differences, joined is not None)
+    if joined is not None:
+        changes = [
+            f"{change['field']} = {change['value']} in [{change['format']}]"
+            for change in joined["changes"]
+        ]
+        remedy = f"to join them, set {', '.join(changes)}: {remedy}"
+    return {
+        "left": left.id,
+        "right": right.id,
+        "differences": [
+            {
+                "field": d.field,
+                "left": spec_field_to_json(d.left),
+                "right": spec_field_to_json(d.right),
+                "kind": str(d.kind),
+                "blocks": d.blocks,
+            }
+            for d in differences
+        ],
+        "joinable": joined is not None,
+        "remedy": remedy,
+        "joined": joined,
+    }
+
+
+def _rank(item: LayerFormat) -> tuple[bool, int, int]:
+    return (not item.spec.is_draft, len(item.layer_names), item.id)
+
+
+def _join(
+    left: LayerFormat,
+    right: LayerFormat,
+    differences: Sequence[FieldDifference],
+    specs: Mapping[str, KVCacheSpec],
+    replan: Callable[[Mapping[str, KVCacheSpec]], KvPlan],
+) -> dict[str, Any] | None:
+    """What the model needs once the two agree, or None where they cannot."""
+    blocking = [d for d in differences if d.blocks]
+    if any(d.field == "kind" or d.field in _MODEL_FACTS for d in blocking):
+        return None
+    agreed = {d.field: d.right if d.right is not None else d.left for d in blocking}
+    try:
+        changed = {id_: _with(item, agreed) for id_, item in ((left.id, left), (right.id, right))}
+        if not vllm_mergeable([changed[right.id], changed[left.id]]):
+            return None
+        new_specs = dict(specs)
+        for item in (left, right):
+            new_specs.update(dict.fromkeys(item.layer_names, changed[item.id]))
+        plan = replan(new_specs)
+    except K3Error:
+        return None
+    group_of = {name: group.id for group in plan.groups for name in group.layer_names}
+    if not {group_of[n] for n in left.layer_names} & {group_of[n] for n in right.layer_names}:
+        return None
+    return {
+        "changes": [
+            {"format": item.id, "field": name, "value": spec_field_to_json(value)}
+            for item in (left, right)
+            for name, value in agreed.items()
+            if getattr(item.spec, name) != value
+        ],
+        "groups": len(plan.groups),
+        "block_bytes": plan.block_bytes,
+        "request_bytes": plan.request.bytes,
+    }
+
+
+def _with(item: LayerFormat, agreed: Mapping[str, Any]) -> KVCacheSpec:
+    changes = {name: value for name, value in agreed.items() if getattr(item.spec, name) != value}
+    return replace(item.spec, **changes) if changes else item.spec
+
+
+def _remedy(differences: Sequence[FieldDifference], joinable: bool) -> str:
+    """One sentence: what to do, or why nothing can be done."""
+    blocking = [d for d in differences if d.blocks]
+    if not blocking:
+        return "nothing keeps them from merging; the policy found two groups cheaper"
+    for d in blocking:
+        if d.field == "kind":
+            return f"nothing joins them: {d.left} and {d.right} keep different things"
+        if d.field in _MODEL_FACTS:
+            return f"nothing joins them: {d.field} follows from the model"
+    steps = dict.fromkeys(_SETTINGS.get(d.field, f"give both one {d.field}") for d in blocking)
+    text = "; ".join(steps)
+    if all(d.kind is DifferenceKind.LABEL for d in blocking):
+        return f"{text} (the bytes are the same, and policy k3 takes them for one)"
+    return text if joinable else f"{text}; by itself this does not join them"
+
+
+def _format(item: LayerFormat) -> dict[str, Any]:
+    return {
+        "id": item.id,
+        "kind": spec_kind_name(item.spec),
+        "num_layers": len(item.layer_names),
+        "layer_names": list(item.layer_names),
+        "is_draft": item.spec.is_draft,
+        "page_size_bytes": item.spec.page_size_bytes,
+        "groups": list(item.group_ids),
+    }
