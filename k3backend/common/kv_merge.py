@@ -200,11 +200,18 @@ def _conflict(specs: Sequence[KVCacheSpec]) -> _Conflict | None:
             right = getattr(spec, name)
             if left != right:
                 return name, left, right, candidates[0], spec
-    if len(having) > 1:
-        (name, spec), (other_name, other) = having.items()
-        left = f"{name} {getattr(spec, name)}"
-        return name, left, f"{other_name} {getattr(other, other_name)}", spec, other
+    for name in having if len(having) > 1 else ():
+        # Whoever lacks one of the two kinds would get it from the others.
+        lacking = next((spec for spec in specs if getattr(spec, name) is None), None)
+        if lacking is not None:
+            other = having[name]
+            return _ONE_OF[0], _locality(lacking), _locality(other), lacking, other
     return None
+
+
+def _locality(spec: Any) -> str:
+    parts = [f"{name} {getattr(spec, name)}" for name in _ONE_OF if getattr(spec, name) is not None]
+    return " and ".join(parts) or "no window and no chunk size"
 
 
 def explain_difference(a: KVCacheSpec, b: KVCacheSpec) -> list[FieldDifference]:
