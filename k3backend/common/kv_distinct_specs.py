@@ -29,16 +29,17 @@ class DistinctSpecs:
         """Collect the different specs of a model. O(layers)."""
         specs: list[KVCacheSpec] = []
         index_of_spec: dict[KVCacheSpec, int] = {}
-        index_of_object: dict[int, int] = {}
         index_of_layer: dict[str, int] = {}
+        # A layer mostly equals the last one of its class; that is cheaper to see than a hash.
+        last: dict[type[KVCacheSpec], tuple[KVCacheSpec, int]] = {}
         for name, spec in layer_specs.items():
-            index = index_of_object.get(id(spec))
-            if index is None:
+            known = last.get(spec.__class__)
+            if known is None or known[0] != spec:
                 index = index_of_spec.setdefault(spec, len(specs))
-                index_of_object[id(spec)] = index
                 if index == len(specs):
                     specs.append(spec)
-            index_of_layer[name] = index
+                known = last[spec.__class__] = (specs[index], index)
+            index_of_layer[name] = known[1]
         return cls(tuple(specs), index_of_layer)
 
     def with_specs(self, specs: Sequence[KVCacheSpec]) -> DistinctSpecs:
