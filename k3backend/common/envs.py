@@ -89,9 +89,7 @@ SPLIT_GAIN = EnvVar(
     "a grouping with more groups than the default must need at most this share of its bytes",
     default="0.95",
 )
-PLAN_CONTEXT = EnvVar(
-    "K3BACKEND_PLAN_CONTEXT", "tokens of context at which groupings are compared"
-)
+PLAN_CONTEXT = EnvVar("K3BACKEND_PLAN_CONTEXT", "tokens of context at which groupings are compared")
 DUMP_SPECS = EnvVar(
     "K3BACKEND_DUMP_SPECS", "file to which a live engine's specs are written (spec-file schema)"
 )
