@@ -159,10 +159,10 @@ def unique_names(candidates: Sequence[Candidate]) -> list[Candidate]:
 def best_of_each_name(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Of families with one name, the candidates that no other beats in both groups and bytes."""
     kept: list[Candidate] = []
-    by_family: dict[tuple[str, bool], list[Candidate]] = {}
+    by_family: dict[str, list[Candidate]] = {}
     for candidate in candidates:
         name = candidate.family.name if candidate.family else candidate.name
-        by_family.setdefault((name, candidate.problem is None), []).append(candidate)
+        by_family.setdefault(name, []).append(candidate)
     for members in by_family.values():
         members.sort(key=lambda c: (c.num_groups, c.request_bytes, c.idle_bytes))
         least: int | None = None

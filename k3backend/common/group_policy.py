@@ -162,14 +162,14 @@ def _cheapest(
     failure: K3Error | None,
 ) -> GroupingChoice:
     rates = _Rates.from_environment()
-    named, labels = normalize_labels(specs)
-    repaired, shards = declare_shards(named)
-    found = find_candidates(repaired, context, default)
+    declared, shards = declare_shards(specs)
+    repaired, labels = normalize_labels(declared)
+    found = find_candidates(repaired, context, default, rates.cost)
     candidates = unique_names(found if default is None else [default, *found])
     usable = [candidate for candidate in candidates if candidate.problem is None]
     if not usable:
         if default is None:
-            raise _unplannable(candidates, failure)
+            raise _unplannable(repaired, context, candidates, failure)
         usable = [default]
     yardstick = default or min(usable, key=lambda c: (c.num_groups, c.request_bytes))
     chosen = min(
@@ -177,6 +177,10 @@ def _cheapest(
         key=lambda c: (rates.cost(c), c.num_groups, c.idle_bytes),
         default=usable[0],
     )
+    served = chosen
+    if default is not None and rates.cost(chosen) > rates.cost(default):
+        # Only where a backend cannot serve the default as it stands; said in a warning below.
+        chosen = default
     source = specs if chosen.family is None else repaired
     groups = chosen.build(list(source))
     warnings = [
@@ -184,8 +188,17 @@ def _cheapest(
         *(_shard_warning(repair, specs, groups, context, chosen) for repair in shards),
     ]
     if chosen.problem is not None:
+        other = (
+            f"the cheapest grouping that runs, {served.name}, takes {served.request_bytes:,} B"
+            if served is not chosen
+            else "no other grouping runs either"
+        )
         warnings.append(
-            PlanWarning("kernel-blocks", f"no grouping suits the backends: {chosen.problem}")
+            PlanWarning(
+                "kernel-blocks",
+                f"vLLM's default cannot run as it stands: {chosen.problem}; {other}: take another "
+                "draft backend, a block-outermost layout, or prefix caching off",
+            )
         )
     whys = [_why_not(candidate, chosen, yardstick, rates) for candidate in candidates]
     return _answer(
@@ -259,7 +272,8 @@ def _reason(
         f"{context.planning_tokens:,} tokens"
     )
     if chosen is default:
-        return f"vLLM's default is the cheapest grouping: {numbers}"
+        doubt = "" if chosen.problem is None else f", but it cannot run: {chosen.problem}"
+        return f"vLLM's default is the cheapest grouping: {numbers}{doubt}"
     if default is None:
         return f"{numbers}; vLLM's default cannot plan these layers ({failure})"
     if default.problem is not None:
@@ -322,11 +336,22 @@ def _singles(specs: Mapping[str, KVCacheSpec]) -> list[KVCacheGroupSpec]:
     return [KVCacheGroupSpec([name], spec) for spec, name in first.items()]
 
 
-def _unplannable(candidates: Sequence[Candidate], failure: K3Error | None) -> K3Error:
-    """What to raise where nothing holds the layers."""
+def _unplannable(
+    specs: Mapping[str, KVCacheSpec],
+    context: PlanContext,
+    candidates: Sequence[Candidate],
+    failure: K3Error | None,
+) -> K3Error:
+    """What to raise where nothing holds the layers: of a draft that does not fit, its page."""
     problems = [candidate.problem for candidate in candidates if candidate.problem is not None]
-    said = str(failure) if failure is not None else "no grouping was found"
-    if not problems:
-        return failure or PlanError(said)
     layer = getattr(failure, "layer_name", None)
-    return PlanError(f"{said}; other groupings are ruled out: {problems[0]}", layer)
+    if not problems:
+        try:
+            isolated_candidate(specs, context)
+        except PlanError as error:
+            if error.layer_name is not None and specs[error.layer_name].is_draft:
+                return error
+        except K3Error:
+            pass
+        return failure or PlanError("no grouping was found")
+    return PlanError(f"{failure}; other groupings are ruled out: {problems[0]}", layer)

@@ -7,7 +7,7 @@ be chosen, or whose refusal a reader wants to see, come back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from k3backend.common.block_forms import (
@@ -54,13 +54,17 @@ MLA_DRAFT_STAYS = "an MLA draft whose specs merge with the target's stays in the
 
 
 def find_candidates(
-    specs: Mapping[str, KVCacheSpec], context: PlanContext, default: Candidate | None
+    specs: Mapping[str, KVCacheSpec],
+    context: PlanContext,
+    default: Candidate | None,
+    cost: Callable[[Candidate], float],
 ) -> list[Candidate]:
     """Every grouping worth a look besides vLLM's default.
 
     Args:
         specs: spec per layer, labels and shards repaired.
         default: vLLM's grouping; None where it cannot plan.
+        cost: what the policy minimises.
     Returns:
         Candidates with their problems: of each usable family the useful widths, of the others the
         one that would have been cheapest.
@@ -68,14 +72,15 @@ def find_candidates(
     kinds = layer_kinds(specs.values())
     limits = _limits(kinds, context, default)
     found: list[Candidate] = []
+    refused: list[Candidate] = []
     for page_bytes in _page_sizes(kinds):
         for family in find_families(kinds, page_bytes, context, limits):
             dealt = deal_widths(family, context)
             if family.problem is None:
                 found += dealt
             else:
-                found.append(min(dealt, key=lambda c: (c.request_bytes, c.num_groups)))
-    found = best_of_each_name(found)
+                refused.append(min(dealt, key=lambda c: (cost(c), c.num_groups)))
+    found = [*best_of_each_name(found), *best_of_each_name(refused)]
     plain = isolated_candidate(specs, context, quiet=True)
     if plain is None:
         return found

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from k3backend.common.block_forms import is_mla
-from k3backend.common.kv_merge import mergeable
+from k3backend.common.kv_merge import mergeable, normalize_labels
 from k3backend.common.kv_spec import AttentionSpec, KVCacheSpec
 
 
@@ -48,7 +48,9 @@ def declare_shards(
         if not _is_latent(spec) or _shards(spec) is not None:
             continue
         repaired = replace(spec, max_tp_shards=1)  # type: ignore[call-arg]
-        partner = next((other for other in declared if mergeable([repaired, other])), None)
+        partner = next(
+            (other for other in declared if _merge_but_for_labels(repaired, other)), None
+        )
         if partner is not None:
             filled[spec] = (repaired, first_layer[partner])
     if not filled:
@@ -65,6 +67,13 @@ def declare_shards(
         for (spec, is_draft), names in layers.items()
     ]
     return result, repairs
+
+
+def _merge_but_for_labels(left: KVCacheSpec, right: KVCacheSpec) -> bool:
+    if mergeable([left, right]):
+        return True
+    named, _ = normalize_labels({"left": left, "right": right})
+    return mergeable(named.values())
 
 
 def _is_latent(spec: KVCacheSpec) -> bool:
