@@ -90,8 +90,8 @@ class DType:
         """The torch dtype. Imports torch."""
         import torch
 
-        found: Any = getattr(torch, self.name)
-        return found  # type: ignore[no-any-return]
+        found: torch.dtype = getattr(torch, self.name)
+        return found
 
     def __eq__(self, other: object) -> bool:
         if self is other:
