@@ -63,12 +63,19 @@ class KernelBlocks:
         return "any" if self.multiple_of == 1 else f"multiple:{self.multiple_of}"
 
 
+MAX_RANKS = 1 << 16
+"""More ranks of one kind than any machine has: taken for a mistake."""
+MAX_TOKENS = 1 << 40
+"""More tokens than any request or batch has: taken for a mistake."""
+
+# Field -> least, most, meaning.
 _SIZES = {
-    "tp_size": "the tensor-parallel ranks",
-    "dcp_size": "the decode-context-parallel ranks",
-    "pp_size": "the pipeline stages",
-    "max_model_len": "the longest request, in tokens",
-    "max_in_flight_tokens": "the tokens that may be scheduled and not yet settled",
+    "tp_size": (1, MAX_RANKS, "the tensor-parallel ranks"),
+    "dcp_size": (1, MAX_RANKS, "the decode-context-parallel ranks"),
+    "pp_size": (1, MAX_RANKS, "the pipeline stages"),
+    "max_model_len": (1, MAX_TOKENS, "the longest request, in tokens"),
+    "max_in_flight_tokens": (1, MAX_TOKENS, "the tokens scheduled and not yet settled"),
+    "max_num_encoder_input_tokens": (0, MAX_TOKENS, "the encoder tokens of one request"),
 }
 _SWITCHES = ("prefix_caching", "disable_hybrid_kv_cache_manager")
 
@@ -117,16 +124,10 @@ class PlanContext:
                 f"mamba_cache_mode is {self.mamba_cache_mode!r}, expected one of "
                 f"{_any_of(MAMBA_CACHE_MODES)}"
             )
-        for name, meaning in _SIZES.items():
-            _check_int(name, getattr(self, name), 1, meaning)
-        _check_int(
-            "max_num_encoder_input_tokens",
-            self.max_num_encoder_input_tokens,
-            0,
-            "the encoder tokens of one request",
-        )
+        for name, (least, most, meaning) in _SIZES.items():
+            _check_int(name, getattr(self, name), least, most, meaning)
         if self.context is not None:
-            _check_int("context", self.context, 1, "the planning context in tokens")
+            _check_int("context", self.context, 1, MAX_TOKENS, "the planning context in tokens")
             if self.context > self.max_model_len:
                 raise InputError(
                     f"context is {self.context}, expected at most max_model_len "
@@ -157,9 +158,11 @@ def _any_of(names: tuple[str, ...]) -> str:
     return ", ".join(names)
 
 
-def _check_int(name: str, value: object, minimum: int, meaning: str) -> None:
-    if type(value) is not int or value < minimum:
-        raise InputError(f"{name} is {value!r}, expected an integer >= {minimum}; give {meaning}")
+def _check_int(name: str, value: object, least: int, most: int, meaning: str) -> None:
+    if type(value) is not int or not least <= value <= most:
+        raise InputError(
+            f"{name} is {value!r}, expected an integer from {least} to {most}; give {meaning}"
+        )
 
 
 def _parse_blocks(name: str, value: object) -> KernelBlocks:

@@ -124,9 +124,6 @@ def _parse_document(obj: object) -> SpecFile:
 
 def _parse_context(document: Mapping[str, Any], pp_size: int) -> PlanContext:
     values = {name: document[name] for name in _CONTEXT_FIELDS if name in document}
-    for name, value in values.items():
-        if isinstance(value, int) and not isinstance(value, bool) and value > MAX_SIZE:
-            raise InputError(f"{name} is {_show(value)}, expected at most {MAX_SIZE}; correct it")
     return PlanContext(**values, pp_size=pp_size)
 
 

@@ -56,7 +56,7 @@ def close_specs(draw: st.DrawFn) -> list[ks.KVCacheSpec]:
 
 
 @given(close_specs(), st.randoms())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 def test_merge_does_not_depend_on_order_or_grouping(
     specs: list[ks.KVCacheSpec], rng: random.Random
 ) -> None:
@@ -78,7 +78,7 @@ def test_merge_does_not_depend_on_order_or_grouping(
 
 
 @given(close_specs())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 def test_a_merged_spec_keeps_every_field(specs: list[ks.KVCacheSpec]) -> None:
     assume(mergeable(specs))
     merged = merge_specs(specs)
@@ -97,7 +97,7 @@ def test_a_merged_spec_keeps_every_field(specs: list[ks.KVCacheSpec]) -> None:
 
 
 @given(close_specs())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_two_layers_merge_if_and_only_if_no_difference_blocks(
     specs: list[ks.KVCacheSpec],
 ) -> None:
@@ -112,7 +112,7 @@ def test_two_layers_merge_if_and_only_if_no_difference_blocks(
 
 
 @given(close_specs())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_what_merges_without_loss_merges_in_vllm(specs: list[ks.KVCacheSpec]) -> None:
     """vLLM is laxer, but for the fields that its merge forgets and then misses."""
     assume(mergeable(specs))
@@ -127,7 +127,7 @@ def test_what_merges_without_loss_merges_in_vllm(specs: list[ks.KVCacheSpec]) ->
 
 
 @given(close_specs())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_labels_change_no_bytes_and_split_nothing(specs: list[ks.KVCacheSpec]) -> None:
     named = {f"l{index}": spec for index, spec in enumerate(specs)}
     result, reports = normalize_labels(named)

@@ -84,9 +84,11 @@ def test_kernel_blocks_may_be_text() -> None:
     [
         ({"layout": "LNBHC"}, "layout is 'LNBHC', expected one of LBNHC"),
         ({"layout": None}, "layout is None"),
-        ({"tp_size": 0}, "tp_size is 0, expected an integer >= 1"),
+        ({"tp_size": 0}, "tp_size is 0, expected an integer from 1 to 65536"),
         ({"tp_size": True}, "tp_size is True"),
         ({"dcp_size": -2}, "dcp_size is -2"),
+        ({"tp_size": 1 << 17}, "tp_size is 131072, expected an integer from 1 to 65536"),
+        ({"max_model_len": 1 << 41}, "max_model_len is 2199023255552, expected"),
         ({"pp_size": "2"}, "pp_size is '2'"),
         ({"max_model_len": 0}, "max_model_len is 0"),
         ({"max_model_len": 1.0}, "max_model_len is 1.0"),

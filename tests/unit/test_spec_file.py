@@ -21,6 +21,7 @@ from k3backend.common.spec_file import (
     parse_spec_document,
 )
 from tests.helpers.random_specs import random_document
+from tests.unit.test_kv_spec import EXAMPLES
 
 CASES = sorted((Path(__file__).parents[1] / "data" / "planning").glob("*.json"))
 DOCUMENT: dict[str, Any] = {
@@ -168,6 +169,12 @@ def test_random_documents_survive_a_round_trip() -> None:
     assert read > 200
 
 
+def test_every_kind_survives_a_round_trip() -> None:
+    file = SpecFile(dict(EXAMPLES), PlanContext(max_model_len=10), dict.fromkeys(EXAMPLES, 0), None)
+    assert {ks.spec_kind_name(spec) for spec in file.specs.values()} == set(ks.SPEC_CLASSES)
+    _assert_same(_round_trip(file), file)
+
+
 def test_a_dump_is_short_and_names_what_has_no_index() -> None:
     file = parse_spec_document(DOCUMENT)
     layers = dump_spec_document(file.specs, file.context, file.stages)["layers"]
@@ -216,10 +223,10 @@ def _delete(*path: Any) -> Callable[[dict[str, Any]], None]:
         (_set("colour", value=1), "colour is not known here; the fields are schema"),
         (_set("pp_size", value=2), "pp_size is not known here"),
         (_delete("max_model_len"), "max_model_len is missing"),
-        (_set("max_model_len", value=0), "max_model_len is 0, expected an integer >= 1"),
+        (_set("max_model_len", value=0), "max_model_len is 0, expected an integer from 1"),
         (_set("max_model_len", value=True), "max_model_len is True"),
         (_set("max_model_len", value=None), "max_model_len is None"),
-        (_set("max_model_len", value=1 << 60), "max_model_len is 1152921504606846976, expected at"),
+        (_set("max_model_len", value=1 << 60), "max_model_len is 1152921504606846976, expected an"),
         (_set("layout", value="LNBHC"), "layout is 'LNBHC', expected one of LBNHC"),
         (_set("layout", value=["LBNHC"]), "layout is ['LBNHC'], expected one of"),
         (_set("tp_size", value=-8), "tp_size is -8"),
