@@ -9,6 +9,8 @@ which group holds the blocks and what the host pays per step; they say nothing a
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import tempfile
@@ -51,8 +53,11 @@ def check_vllm() -> str:
         PluginError: vLLM is missing, or is another version.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     try:
-        import vllm
+        # Its import complains about kernels that a CPU does not need.
+        with contextlib.redirect_stderr(io.StringIO()):
+            import vllm
     except ImportError as error:
         raise PluginError(
             f"vLLM cannot be imported ({error}); install vllm {REPLAYED_VLLM} for replay"
