@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from k3backend.common.errors import InputError
 
 VALUE_DIM = 512
+DtypeName = Literal["fp8", "bf16"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +67,38 @@ class LaunchConfig:
     def slot_rows(self, rows: int) -> int:
         """Rows of one partial slot."""
         return min(rows, self.tile_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class ProductionShape:
+    """A shape that a Kimi-K3 deployment really decodes, kept free of spills on every target.
+
+    Attributes:
+        name: for reports.
+        heads, q_len: local heads (gathered ones under DCP) and query tokens per request.
+        q_dtype, kv_dtype: "fp8" or "bf16".
+        causal: token i sees the keys up to its own position. cp: under decode context parallelism.
+        block_size: tokens of a KV block.
+    """
+
+    name: str
+    heads: int
+    q_len: int
+    q_dtype: DtypeName = "fp8"
+    kv_dtype: DtypeName = "fp8"
+    causal: bool = True
+    cp: bool = False
+    block_size: int = 1536
+
+
+# Block sizes are those of Kimi-K3 with 7 draft tokens, fp8: 1,536 at TP 8, 12,288 at TP 1.
+PRODUCTION_SHAPES: tuple[ProductionShape, ...] = (
+    ProductionShape("TP8 1 token", 12, 1),
+    ProductionShape("TP8 8 tokens", 12, 8),
+    ProductionShape("TP8 draft of 7", 12, 7, causal=False),
+    ProductionShape("TP8 4 tokens", 12, 4),
+    ProductionShape("TP4 1 token", 24, 1, block_size=3072),
+    ProductionShape("TP16 8 tokens", 6, 8, block_size=768),
+    ProductionShape("TP1 1 token", 96, 1, block_size=12288),
+    ProductionShape("TP8 DCP8 8 tokens", 96, 8, cp=True),
+)

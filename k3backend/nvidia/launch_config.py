@@ -6,11 +6,7 @@ spills, shared memory, matrix instructions), without timing on a device.
 
 from __future__ import annotations
 
-from typing import Literal
-
-from k3backend.common.launch_config import LaunchConfig
-
-DtypeName = Literal["fp8", "bf16"]
+from k3backend.common.launch_config import DtypeName, LaunchConfig
 
 
 def decode_launch(
@@ -29,10 +25,20 @@ def decode_launch(
     # 128 rows do not fit: their 128 x 512 float32 accumulators take all 256 registers of each of
     # 256 threads on sm_90, and fill tensor memory on sm_100, where Triton then compiles to an
     # almost empty kernel without an error.
-    del rows, q_dtype, kv_dtype, capability
+    del rows, q_dtype, kv_dtype
+    if capability >= 100:
+        return LaunchConfig(
+            row_groups=(64, 0),
+            # 64 keys and one 512-wide value fill the 512 columns of tensor memory exactly; 32 keys
+            # or narrower chunks ask for 576, and Triton then compiles to a kernel without a body.
+            tile_tokens=64,
+            value_chunk=512,
+            num_warps=8,
+            num_stages=2,
+        )
     return LaunchConfig(
         row_groups=(64, 0),
-        # 32 keys and 256-wide value chunks: no spills; 64 keys spill 10 registers on sm_90.
+        # 32 keys and 256-wide value chunks: no spills for fp8; 64 keys spill 10 registers.
         tile_tokens=32,
         value_chunk=256,
         num_warps=8,

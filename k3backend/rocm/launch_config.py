@@ -7,11 +7,8 @@ registers of one lane, of which a wave has 512 at one wave per SIMD and 256 at t
 
 from __future__ import annotations
 
-from typing import Literal
+from k3backend.common.launch_config import DtypeName, LaunchConfig
 
-from k3backend.common.launch_config import LaunchConfig
-
-DtypeName = Literal["fp8", "bf16"]
 NUM_XCDS = {"gfx950": 8, "gfx942": 8}
 
 

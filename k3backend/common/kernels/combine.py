@@ -35,6 +35,7 @@ def combine_kernel(
     partial_lse_ptr,
     out_ptr,
     lse_ptr,
+    counter_ptr,
     out_scale,
     ROWS_PER_REQUEST: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -50,6 +51,7 @@ def combine_kernel(
         partial_ptr, partial_lse_ptr: [slots, min(ROWS_PER_REQUEST, TILE_ROWS), 512 and nothing]
             float32, normalised, and their lse2.
         out_ptr: [requests * ROWS_PER_REQUEST, 512]. lse_ptr: [requests * ROWS_PER_REQUEST] float32.
+        counter_ptr: int64 [2], to which this call and its split pieces are added.
         out_scale: factor of the output (k_scale).
         MIN_SPLITS: pairs with fewer splits have no slots: 2.
     """
@@ -57,6 +59,11 @@ def combine_kernel(
     ROW_TILES: tl.constexpr = (ROWS_PER_REQUEST + TILE_ROWS - 1) // TILE_ROWS
     pair = tl.program_id(0)
     count = tl.load(counts_ptr + pair)
+    if tl.program_id(1) == 0:
+        if pair == 0:
+            tl.atomic_add(counter_ptr, 1, sem="relaxed")
+        if count > 1:
+            tl.atomic_add(counter_ptr + 1, count.to(tl.int64), sem="relaxed")
     if (count == 0) | (count >= MIN_SPLITS):
         slot_row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
         row = pair % ROW_TILES * TILE_ROWS + slot_row

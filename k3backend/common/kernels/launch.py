@@ -104,6 +104,7 @@ def launch_combine(
     partial_lse: torch.Tensor,
     out: torch.Tensor,
     lse2: torch.Tensor | None,
+    counter: torch.Tensor,
     out_scale: float,
     rows: int,
     min_splits: int = 2,
@@ -112,9 +113,10 @@ def launch_combine(
 
     Args:
         counts: [requests * row tiles] int32. rows: heads * q_len.
+        counter: int64 [2], ``decode_counters.device_counter``.
         min_splits: pairs with fewer splits have no slots; 1 merges unsplit pairs too, whose pieces
             must then have slots (a test of the combine).
-    Mutates out and lse2 of those pairs. Does not sync; graph-safe; deterministic.
+    Mutates out and lse2 of those pairs, and counter. Does not sync; graph-safe; deterministic.
     """
     grid = (counts.shape[0], triton.cdiv(config.slot_rows(rows), config.combine_rows))
     combine_kernel[grid](
@@ -123,6 +125,7 @@ def launch_combine(
         partial_lse,
         out,
         partial_lse if lse2 is None else lse2,
+        counter,
         out_scale,
         ROWS_PER_REQUEST=rows,
         TILE_ROWS=config.tile_rows,

@@ -1,0 +1,271 @@
+"""The decode object that one MLA layer owns: limits at construction, one plan per forward.
+
+Layers of one lane share a plan: the first layer of a forward computes it, the others find it by
+(forward context, lengths buffer, shape). Plan buffers and scratch are claimed when the layer is
+built, through the host's workspace, because a server sizes its KV cache by what is left.
+
+The host is met through three small protocols: the config (`DecodeConfig`, or an object with vLLM's
+config attributes), the metadata of a step (`DecodeMetadata`) and the layer's scales.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from k3backend.common.balanced_mla import BalancedMla, dtype_name
+from k3backend.common.decode_checks import shape_problems
+from k3backend.common.errors import UnsupportedDecodeError, WorkspaceError
+from k3backend.common.layer_config import DecodeConfig, read_config
+from k3backend.common.query_lengths import read_query_length
+
+LOGGER = logging.getLogger("k3backend")
+
+
+class DecodePart(Protocol):
+    """Tensors of the requests that decode."""
+
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    dcp_tot_seq_lens: torch.Tensor | None
+
+
+class DecodeMetadata(Protocol):
+    """One step: what a layer object reads of it. Query starts: see ``query_lengths``."""
+
+    num_decodes: int
+    num_decode_tokens: int
+    causal: bool
+    decode: Any
+
+
+class LayerScales(Protocol):
+    """Quantisation scales as host floats."""
+
+    _q_scale_float: float
+    _k_scale_float: float
+
+
+@dataclass(slots=True)
+class LanePlan:
+    """What the layers of one lane share: plan buffers, one core per query length, the last plan."""
+
+    counts: torch.Tensor
+    work: torch.Tensor
+    cores: dict[tuple[int, bool], BalancedMla] = field(default_factory=dict)
+    forward: object = None
+    planned: tuple[object, ...] = ()
+
+
+class BalancedDecode(ABC):
+    """Decode of one MLA layer. A vendor says how to build a core.
+
+    Attributes:
+        config: what was read of the host's config.
+        heads: query heads that reach the kernel: local heads x DCP size.
+        workspace_bytes: scratch claimed per lane.
+        plans: plans that this object computed, as opposed to found.
+    """
+
+    platform = "none"
+
+    def __init__(self, num_heads: int, config: Any) -> None:
+        """Check limits and claim memory in the current lane.
+
+        Args:
+            num_heads: local heads of the layer.
+            config: a `DecodeConfig` or an object with vLLM's config attributes.
+        Raises:
+            UnsupportedDecodeError: with every limit that is broken, and the numbers.
+            WorkspaceError: the workspace is locked already.
+        """
+        self.config: DecodeConfig = read_config(config)
+        self.heads = num_heads * self.config.dcp_size
+        reasons = shape_problems(self.heads, self.config.max_q_len, self.config.max_requests)
+        reasons += self.platform_problems()
+        if reasons:
+            raise UnsupportedDecodeError(
+                f"balanced decode of {num_heads} heads x DCP {self.config.dcp_size}, "
+                f"{self.config.max_q_len} query tokens, {self.config.max_requests} requests",
+                reasons,
+            )
+        sizes = [self.make_core(q_len, True) for q_len in range(1, self.config.max_q_len + 1)]
+        self._counts_len = max(core.counts_len for core in sizes)
+        self._work_len = max(core.work_len for core in sizes)
+        self.workspace_bytes = max(core.workspace_bytes for core in sizes)
+        self.plans = 0
+        self._shapes: set[tuple[object, ...]] = set()
+        self._claim()
+
+    @abstractmethod
+    def make_core(self, q_len: int, causal: bool) -> BalancedMla:
+        """The vendor's core for ``self.heads``, ``self.config`` and a query length."""
+
+    def platform_problems(self) -> list[str]:
+        """Limits of the vendor beside those of the shape."""
+        return []
+
+    def decode(
+        self,
+        impl: Any,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: DecodeMetadata,
+        layer: LayerScales,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Decode one layer of one step.
+
+        Args:
+            impl: has ``scale``; under DCP ``dcp_world_size`` and ``dcp_rank``; where it has
+                ``need_to_return_lse_for_decode``, that decides whether lse2 is returned.
+            q: [tokens, heads, 576], contiguous. An fp8 query was divided by the layer's q_scale.
+            kv_cache: [blocks, block_size, 576]; uint8 is read as fp8.
+            metadata: of this step; see `DecodeMetadata`.
+            layer: scales; see `LayerScales`.
+        Returns:
+            out [tokens, heads, 512] bfloat16; lse2 [tokens, heads] float32, base 2, or None.
+        Mutates the lane's plan and scratch. Does not sync; graph-safe after a warm-up.
+        Raises:
+            UnsupportedDecodeError: with every reason why this step cannot run.
+            WorkspaceError: a shape appears for the first time inside graph capture.
+        """
+        length = read_query_length(metadata)
+        q_len = max(length.tokens, 1)
+        part: DecodePart | None = metadata.decode
+        reasons = list(length.problems)
+        if length.tokens > self.config.max_q_len:
+            reasons.append(
+                f"{length.tokens} query tokens per request, built for at most "
+                f"{self.config.max_q_len}; raise the number of speculative tokens in the config"
+            )
+        if part is None:
+            reasons.append("metadata.decode is None: this step has no request that decodes")
+        if reasons or part is None:
+            raise UnsupportedDecodeError("balanced decode cannot run this step", reasons)
+        if kv_cache.dtype == torch.uint8:
+            kv_cache = kv_cache.view(self.config.fp8_dtype)
+        seq_lens = part.seq_lens[: length.requests]
+        table = part.block_table[: length.requests]
+        world = int(getattr(impl, "dcp_world_size", 1) or 1)
+        cp = (world, int(getattr(impl, "dcp_rank", 0)), self.config.interleave())
+        causal_lens = None
+        if world > 1 and metadata.causal and part.dcp_tot_seq_lens is not None:
+            causal_lens = part.dcp_tot_seq_lens[: length.requests]
+        q_scale, k_scale = _scales(layer, q, kv_cache)
+        scale = float(impl.scale) * q_scale * k_scale
+        with_lse = bool(getattr(impl, "need_to_return_lse_for_decode", world > 1))
+
+        lane = self._lane()
+        core = self._core(lane, q_len, metadata.causal)
+        capturing = self.config.capturing()
+        shape = (
+            q_len, length.requests, metadata.causal, cp, with_lse, causal_lens is None,
+            q.shape if isinstance(q, torch.Tensor) else type(q), getattr(q, "dtype", None),
+            kv_cache.dtype, kv_cache.shape[1:], kv_cache.stride(), table.stride(),
+        )  # fmt: skip
+        if shape not in self._shapes:
+            reasons = core.decode_problems(
+                q, kv_cache, table, seq_lens, scale, k_scale, None, causal_lens, cp
+            )
+            if world != self.config.dcp_size:
+                reasons.append(
+                    f"DCP world is {world}, built for {self.config.dcp_size}; build the layer "
+                    "again with the config it runs under"
+                )
+            if reasons:
+                raise UnsupportedDecodeError("balanced decode cannot run this step", reasons)
+            if capturing:
+                raise WorkspaceError(
+                    f"decode of {length.requests} requests x {q_len} query tokens appears for the "
+                    "first time inside graph capture, where nothing can be compiled or allocated; "
+                    "run this shape once before capturing it"
+                )
+            self._shapes.add(shape)
+
+        self._plan_once(lane, core, metadata, part.seq_lens, seq_lens, capturing)
+        lse = None
+        if with_lse:
+            lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+        (scratch,) = self.config.workspace.get_simultaneous(((self.workspace_bytes,), torch.uint8))
+        out = core.decode(
+            q, kv_cache, table, seq_lens, scale, k_scale, lane.counts, lane.work, scratch,
+            lse=lse, causal_lens=causal_lens, cp=cp,
+        )  # fmt: skip
+        return out, lse
+
+    def _plan_once(
+        self,
+        lane: LanePlan,
+        core: BalancedMla,
+        metadata: DecodeMetadata,
+        buffer: torch.Tensor,
+        seq_lens: torch.Tensor,
+        capturing: bool,
+    ) -> None:
+        """Compute the plan unless a layer of this forward has done so.
+
+        A plan made outside a capture is not part of the graph, so capturing plans anew. Lengths
+        that change in place within a forward context show in the tensor's version.
+        """
+        forward = self.config.forward_context()
+        forward = metadata if forward is None else forward
+        key = (
+            buffer.data_ptr(), buffer._version, seq_lens.shape[0], core.q_len, core.row_tiles,
+            capturing,
+        )  # fmt: skip
+        if lane.forward is forward and lane.planned == key:
+            return
+        core.plan(seq_lens, lane.counts, lane.work)
+        lane.forward, lane.planned = forward, key
+        self.plans += 1
+
+    def _core(self, lane: LanePlan, q_len: int, causal: bool) -> BalancedMla:
+        if (q_len, causal) not in lane.cores:
+            lane.cores[q_len, causal] = self.make_core(q_len, causal)
+        return lane.cores[q_len, causal]
+
+    def _claim(self) -> None:
+        try:
+            self._lane()
+            self.config.workspace.get_simultaneous(((self.workspace_bytes,), torch.uint8))
+        except AssertionError as error:  # a host's manager that is locked
+            raise WorkspaceError(
+                f"workspace refused {self.workspace_bytes} bytes of decode scratch ({error}); "
+                "build every decode layer before the workspace is locked"
+            ) from error
+
+    def _lane(self) -> LanePlan:
+        key = (
+            "k3backend.plan", self.platform, self.heads, self.config.max_requests,
+            self.config.max_q_len, self.config.q_dtype,
+        )  # fmt: skip
+        lane: LanePlan = self.config.workspace.get_persistent_resource(key, self._new_lane)
+        return lane
+
+    def _new_lane(self) -> LanePlan:
+        plan_bytes = 4 * (self._counts_len + self._work_len)
+        LOGGER.info(
+            "k3backend: decode scratch %.1f MiB and plan %.1f KiB per lane (%d heads, %d query "
+            "tokens, %d requests)",
+            self.workspace_bytes / 2**20, plan_bytes / 2**10, self.heads, self.config.max_q_len,
+            self.config.max_requests,
+        )  # fmt: skip
+        device = self.config.device
+        return LanePlan(
+            torch.empty(self._counts_len, dtype=torch.int32, device=device),
+            torch.empty(self._work_len, dtype=torch.int32, device=device),
+        )
+
+
+def _scales(layer: LayerScales, q: object, kv_cache: torch.Tensor) -> tuple[float, float]:
+    """The scales that apply: a bfloat16 tensor was not quantised, whatever the layer says."""
+    q_fp8 = isinstance(q, torch.Tensor) and dtype_name(q.dtype) == "fp8"
+    kv_fp8 = dtype_name(kv_cache.dtype) == "fp8"
+    return (
+        float(layer._q_scale_float) if q_fp8 else 1.0,
+        float(layer._k_scale_float) if kv_fp8 else 1.0,
+    )

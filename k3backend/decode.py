@@ -1,0 +1,73 @@
+"""``k3backend.mla_decode``: one MLA decode step on whatever platform this is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def mla_decode(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    q_scale: float = 1.0,
+    k_scale: float = 1.0,
+    q_len: int = 1,
+    causal: bool = True,
+    causal_lens: torch.Tensor | None = None,
+    cp: tuple[int, int, int] = (1, 0, 1),
+    return_lse: bool = True,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention of every query token over its request's paged KV cache.
+
+    Args:
+        q: [requests * q_len, heads, 576], request-major, contiguous; 512 latent and 64 rope
+            columns, divided by q_scale. fp8 or bfloat16; the reference backend also takes float32
+            and float64.
+        kv_cache: [blocks, block_size, 576], holding key / k_scale; q's dtype, or fp8 under a
+            bfloat16 q. The value is the first 512 columns. Any block size, any block stride.
+        block_table: [requests, columns] int32; entries past a request's length are not read.
+        seq_lens: [requests] int32, keys of this rank including the query tokens' own; 0 allowed.
+        scale: softmax scale (Kimi-K3: 192 ** -0.5). q_scale, k_scale: quantisation scales.
+        q_len: query tokens per request, the same for all.
+        causal: query token i of q_len sees the first len - q_len + i + 1 keys; otherwise all.
+        causal_lens: [requests] int32 keys of all ranks; needed with context parallelism if causal.
+        cp: (world, rank, interleave) of decode context parallelism: local key j is the global key
+            j // interleave * world * interleave + rank * interleave + j % interleave.
+        return_lse: also return the log-sum-exp.
+        backend: "reference", "nvidia", "rocm", or None for the dispatcher's choice. Tensors on the
+            CPU run under "reference", or in the Triton interpreter.
+    Returns:
+        out: [tokens, heads, 512] bfloat16 (float32 and float64 queries keep their dtype).
+        lse2: [tokens, heads] float32, base 2; -inf, with out 0, where a row sees no key. None
+            without ``return_lse``.
+    Deterministic; does not sync except on the reference backend, which plans on the host.
+    Raises:
+        UnsupportedDecodeError: (a ValueError) with every reason why this cannot run; nothing else
+            is tried instead.
+        PlatformError: the backend does not exist or does not import.
+    """
+    from k3backend import dispatch
+
+    vendor = dispatch.BACKEND if backend is None else dispatch.load_backend(backend)
+    out, lse2 = vendor.mla_decode.decode(
+        q,
+        kv_cache,
+        block_table,
+        seq_lens,
+        scale=scale,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        q_len=q_len,
+        causal=causal,
+        causal_lens=causal_lens,
+        cp=cp,
+        return_lse=return_lse,
+    )
+    return out, lse2
