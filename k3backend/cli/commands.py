@@ -38,6 +38,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("layout", "how a K3 target and draft are grouped, per platform"),
     Command("groups", "the same for any model, from a spec file"),
     Command("explain", "which layers do not share a group, and what would join them"),
+    Command("fit", "the longest request in a byte budget, or how many of a given length"),
     Command("replay", "a request trace through vLLM's scheduler under two layouts"),
     Command("diff", "what changed between two saved plans"),
     Command("platform", "the chosen vendor and why, and the versions found"),

@@ -15,7 +15,7 @@ from k3backend.common.kv_spec import KVCacheSpec
 from k3backend.common.layer_specs import VendorCacheFacts
 from k3backend.common.plan_context import PlanContext
 
-DRAFT_FLAGS = ("--draft-kv-dtype", "--draft-max-tp-shards", "--draft-kernel-block")
+DRAFT_FLAGS = ("--draft-kv-dtype", "--draft-max-tp-shards")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from k3backend.cli.arguments import POLICIES, add_output_arguments, one_of, shown, word
+from k3backend.cli.arguments import POLICIES, add_output_arguments, one_of, word
 from k3backend.cli.command_line import EXIT_DONE, EXIT_NO, Answer, CommandParser
 from k3backend.common.errors import InputError
 from k3backend.common.json_file import read_json_object
@@ -56,9 +56,9 @@ def _load(path: str, argument: str, policy: str | None) -> dict[str, Mapping[str
     if str(document.get("schema", "")).startswith("k3backend.specs/"):
         from k3backend.cli.spec_plans import spec_document_plan
 
-        layout = spec_document_plan(document, f"argument {argument}: {shown(path)}", policy)
+        layout = spec_document_plan(document, f"argument {argument}: {path!r}", policy)
         return {"specs": layout}
-    return layout_documents(document, f"argument {argument}: {shown(path)}")
+    return layout_documents(document, f"argument {argument}: {path!r}")
 
 
 def _pairs(

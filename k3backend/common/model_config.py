@@ -255,7 +255,7 @@ def _load(
         raise InputError(
             f"{flag} {_shown(name)} is neither a file nor one of {', '.join(bundled)}; {hint}"
         )
-    return _Fields(f"{flag} {_shown(path)}", read_json_object(path, flag))
+    return _Fields(f"{flag} {path!r}", read_json_object(path, flag))
 
 
 def _mla_layers(linear: _Fields, num_layers: int) -> tuple[int, ...]:

@@ -55,6 +55,43 @@ def print_layout_set(console: Console, documents: Mapping[str, Document], equal:
         print_layout(console, documents[name], name)
 
 
+def print_side_by_side(console: Console, documents: Mapping[str, Document], equal: bool) -> None:
+    """Print the groups of several platforms in one table, a column for each."""
+    names = list(documents)
+    plans = [documents[name] for name in names]
+    columns = [("", "left"), *((name, "right") for name in names)]
+    rows = [
+        ("groups", *(str(len(plan["groups"])) for plan in plans)),
+    ]
+    for index in range(max(len(plan["groups"]) for plan in plans)):
+        rows.append((f"group {index}", *(_group_cell(plan["groups"], index) for plan in plans)))
+    rows += [
+        ("one block ID", *(f"{whole(plan['block_bytes'])} B" for plan in plans)),
+        ("blocks a request", *(whole(plan["request"]["blocks"]) for plan in plans)),
+        ("bytes a request", *(f"{whole(plan['request']['bytes'])} B" for plan in plans)),
+        ("padding", *(f"{plan['request']['padding_fraction']:.1%}" for plan in plans)),
+        ("prefix hits", *(f"{whole(plan['prefix_hit_tokens'])} tokens" for plan in plans)),
+    ]
+    console.print(data_table(columns, rows))
+    console.print()
+    console.print("A group: kind, layers (d: with the draft's), block tokens x page bytes.")
+    console.print(
+        "All platforms plan the same." if equal else "The platforms plan different groups.",
+        style="bold",
+    )
+
+
+def _group_cell(groups: Sequence[Document], index: int) -> str:
+    if index >= len(groups):
+        return ""
+    group = groups[index]
+    mark = "d" if group["is_draft"] else ""
+    return (
+        f"{short_kind(group['kind'])} {group['num_layers']}{mark} "
+        f"{group['block_size']}x{group['page_size_bytes']}"
+    )
+
+
 def group_table(groups: Sequence[Document]) -> Any:
     """One row per group."""
     columns = [
@@ -135,7 +172,11 @@ def print_warnings(console: Console, warnings: Sequence[Document]) -> None:
 
 
 def widths(groups: Sequence[Document]) -> str:
-    """Layers per group: "4 groups of 23/23/23/29 layers"; long lists count equal neighbours."""
+    """Layers per group: "4 groups: 23/23/23/29"; long lists count equal neighbours."""
+    return f"{len(groups)} group{'' if len(groups) == 1 else 's'}: {_widths(groups)}"
+
+
+def _widths(groups: Sequence[Document]) -> str:
     runs: list[list[int]] = []
     for group in groups:
         if runs and runs[-1][0] == group["num_layers"]:
@@ -143,12 +184,8 @@ def widths(groups: Sequence[Document]) -> str:
         else:
             runs.append([group["num_layers"], 1])
     if len(groups) <= 6:
-        text = "/".join(str(group["num_layers"]) for group in groups)
-    else:
-        text = " + ".join(
-            f"{count} x {width}" if count > 1 else str(width) for width, count in runs
-        )
-    return f"{len(groups)} group{'' if len(groups) == 1 else 's'}: {text}"
+        return "/".join(str(group["num_layers"]) for group in groups)
+    return " + ".join(f"{n} x {width}" if n > 1 else str(width) for width, n in runs)
 
 
 def _draft_mark(group: Document) -> str:

@@ -51,8 +51,8 @@ def data_table(
 
 
 def short_kind(kind: str) -> str:
-    """A spec kind without the word that all attention kinds have."""
-    return kind.replace("_attention", "")
+    """A spec kind without the words that a column has no room for."""
+    return kind.replace("_attention", "").replace("sliding_", "")
 
 
 def whole(number: int) -> str:
