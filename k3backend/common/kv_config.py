@@ -75,14 +75,20 @@ def check_placement(groups: Sequence[KVCacheGroupSpec], context: PlanContext) ->
     """Require that the context's layout can hold one block of each group. For foreign groups too.
 
     Raises:
-        LayoutError: pages of several sizes in a layout that needs one, or a padded page where the
-            layout cuts pages apart. Names the layer.
+        LayoutError: pages of several sizes in a layout that needs one, a padded page where the
+            layout cuts pages apart, or a kernel block that holds no state. Names the layer.
     """
     layout = KVCacheLayout[context.layout]
     layers_by_page: dict[int, list[str]] = {}
     for group in groups:
         for spec, names in layer_spec_runs(group):
             layers_by_page.setdefault(spec.page_size_bytes, []).extend(names)
+            try:
+                spec.get_block_stride_alignment()
+            except K3Error as error:
+                raise LayoutError(
+                    f"layer {names[0]}, in block_stride_alignment: {error}"
+                ) from error
             _check_padding(spec, names[0], layout)
     if len(layers_by_page) <= 1:
         return

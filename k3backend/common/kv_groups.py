@@ -6,7 +6,8 @@ equal specs are counted once, so that the work follows the number of different s
 Where vLLM loses layers or falls over, this planner refuses: layers of one local kind with pages of
 two sizes in unequal numbers in a block-outermost layout (vLLM drops some, or meets an empty group),
 hidden-state layers of several formats alone, windowed MLA with the hybrid manager disabled, padded
-pages that would have to grow by a factor. ``kv_merge_vllm`` lists what its merge does.
+pages that would have to grow by a factor. It also refuses blocks too short for one stored state,
+which vLLM counts as pages without content. ``kv_merge_vllm`` lists what vLLM's merge does.
 """
 
 from __future__ import annotations

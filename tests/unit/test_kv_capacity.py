@@ -215,6 +215,12 @@ def test_a_layout_that_cuts_pages_apart_pads_no_stride() -> None:
         check_placement(single(full(block_stride_alignment=5000)), context)
 
 
+def test_a_kernel_block_without_a_state_is_refused_by_name() -> None:
+    spec = mla(tokens_per_state=4, block_stride_alignment=MultipleOf(2))
+    with pytest.raises(LayoutError, match=r"layer a\.0, in block_stride_alignment: .*no state"):
+        pool_block_bytes(single(spec), CONTEXT)
+
+
 def test_a_sharded_window_is_refused_by_name() -> None:
     context = PlanContext(max_model_len=4096, tp_size=2, dcp_size=2)
     with pytest.raises(PlanError, match=r"layer a\.0: .*dcp_sharded"):
