@@ -1,9 +1,4 @@
-"""Routes on ROCm: total over the grid, and never outside what AITER has.
-
-The oracle below restates AITER's rules as conditions (`csrc/py_itfs_cu/asm_mla.cu` and
-`aiter/mla.py` at v0.1.20, the branches of 0.1.7's `asm_mla.cu`), apart from the tables that the
-choice reads: a table row that is wrong, missing or superfluous shows as a difference.
-"""
+"""Routes on ROCm: total over the grid, and never outside what AITER has."""
 
 from __future__ import annotations
 
@@ -16,6 +11,7 @@ from k3backend.rocm.aiter_capabilities import ARCHS, DTYPES, PADDED_HEADS
 from k3backend.rocm.aiter_tables import KNOWN_VERSIONS, TABLES, table_for
 from k3backend.rocm.decode_routes import MAX_SCRATCH_BYTES
 from k3backend.rocm.mla_decode import Route, choose_route, route_table
+from tests.helpers.aiter_launcher import launcher_runs, query_tiles
 
 VERSIONS = (None, "0.1.7", "0.1.20", "0.1.21")
 
@@ -34,70 +30,6 @@ def route(**changes: object) -> Route:
         "aiter_version": "0.1.20",
     }
     return choose_route(**{**shape, **changes})  # type: ignore[arg-type]
-
-
-def launcher_runs(
-    version: str,
-    arch: str,
-    q: str,
-    kv: str,
-    heads: int,
-    q_len: int,
-    causal: bool,
-    lse: bool,
-    cprr: bool,
-) -> bool:
-    """Whether AITER's launcher finds a persistent kernel for exactly this call, without a fold."""
-    causal = causal or q_len == 1
-    if version == "0.1.7":
-        if lse or cprr or not causal:
-            return False
-        if heads == 16:
-            return q_len <= 4 and (q, kv) != ("fp8", "bf16")
-        return heads == 128 and (q, kv) == ("fp8", "fp8")
-    if arch == "gfx942":
-        if cprr or not causal:
-            return False
-        if (q, kv) == ("fp8", "fp8"):
-            if heads == 64:
-                return q_len == 1
-            return not lse and heads in (16, 128) and q_len <= 4
-        if lse or q == "fp8":
-            return False
-        if heads == 16:
-            return q_len <= 4
-        return (q, kv, heads, q_len) == ("bf16", "bf16", 8, 2)
-    if (q, kv) == ("bf16", "fp8"):
-        return heads == 16 and q_len <= 4 and causal and not lse and not cprr
-    if (q, kv) == ("bf16", "bf16"):
-        # (32, 4) or (64, 1): both have every combination of mask, LSE and cprr.
-        return heads in (16, 32, 64, 128)
-    if (q, kv) != ("fp8", "fp8"):
-        return False
-    if (heads, q_len) == (8, 4):
-        return not cprr
-    if heads == 16 and q_len == 1:
-        return not cprr
-    if heads == 16 and q_len == 2:
-        return causal and not lse and not cprr
-    if heads == 32 and q_len == 1:
-        return not cprr
-    # (16, 4) or (32, 4): both have every combination.
-    return heads in (16, 32, 64, 128)
-
-
-def aiter_reads(version: str, arch: str, q: str, kv: str, heads: int, q_len: int) -> int:
-    """Query tiles of AITER's planner."""
-    rows = heads * q_len
-    group = 128
-    if version != "0.1.7" and arch == "gfx950":
-        if q == kv == "bf16" and 64 <= rows < 128 and heads <= 64:
-            group = 64
-        if q == kv == "fp8" and (heads, q_len) == (32, 3):
-            group = 64
-    if rows <= group:
-        return 1
-    return q_len if 2 * heads > group else -(-rows // group)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -133,7 +65,7 @@ def test_every_point_is_routed_and_none_reaches_aiter_outside_its_rows(
         assert launcher_runs(
             oracle_version, arch, q, kv, padded, q_len, causal, lse or dcp > 1, cprr
         ), (heads, q_len, q, kv, causal, dcp, lse, chosen)
-        reads = aiter_reads(oracle_version, arch, q, kv, padded, q_len)
+        reads = query_tiles(oracle_version, arch, q, kv, padded, q_len)
         assert chosen.kv_reads == reads
         assert reads == 1 or heads * q_len > 128
         assert 2 * 303 * reads * q_len * padded * 2048 < 1.2 * MAX_SCRATCH_BYTES
