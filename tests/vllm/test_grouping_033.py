@@ -47,7 +47,8 @@ FLOORS = {
     "BLNHC": 400,
     "BHLNC": 35,
     "dcp": 250,
-    "stages": 400,
+    "sized": 800,
+    "stages": 250,
     "drafts": 200,
     "no hybrid": 90,
     "mamba none": 250,
@@ -172,7 +173,9 @@ def test_random_spec_sets_equal_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
             covered.update({entry["kind"] for entry in document["layers"]})
             covered[document["layout"]] += 1
             covered["dcp"] += document["dcp_size"] > 1
-            covered["stages"] += any(entry.get("stage") for entry in document["layers"])
+            sized = document["available_bytes"] is not None
+            covered["sized"] += sized
+            covered["stages"] += sized and any(e.get("stage") for e in document["layers"])
             covered["drafts"] += any(entry.get("is_draft") for entry in document["layers"])
             covered["no hybrid"] += document["disable_hybrid_kv_cache_manager"]
             covered[f"mamba {document['mamba_cache_mode']}"] += 1
