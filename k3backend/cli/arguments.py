@@ -168,6 +168,16 @@ def add_plan_arguments(parser: CommandParser) -> None:
     add("--draft-kernel-block", type=kernel_blocks, metavar=blocks, help="default multiple:16")
 
 
+def add_plot_argument(parser: CommandParser) -> None:
+    """``--plot``, for the commands that draw a plan."""
+    parser.add_argument(
+        "--plot",
+        type=word,
+        metavar="FILE.png|.svg|.html",
+        help="write a picture of a pool block, and of bytes against context",
+    )
+
+
 def add_output_arguments(parser: CommandParser) -> None:
     """``--json``."""
     parser.add_argument("--json", action="store_true", help="print one JSON document")

@@ -355,3 +355,22 @@ def _unplannable(
             pass
         return failure or PlanError("no grouping was found")
     return PlanError(f"{failure}; other groupings are ruled out: {problems[0]}", layer)
+
+
+def candidate_groups(
+    specs: Mapping[str, KVCacheSpec], context: PlanContext
+) -> dict[str, list[KVCacheGroupSpec]]:
+    """The groups of every candidate of policy "k3" by name, for a look at other lengths.
+
+    Raises:
+        PlanError: as :func:`choose_grouping`.
+    """
+    choice = choose_grouping(specs, context)
+    default, _ = _default(specs, context)
+    if default is not None and len(choice.candidates) == 1:
+        return {default.name: choice.groups}
+    rates = _Rates.from_environment()
+    repaired, _ = normalize_labels(declare_shards(specs)[0])
+    found = find_candidates(repaired, context, default, rates.cost)
+    candidates = unique_names(found if default is None else [default, *found])
+    return {candidate.name: candidate.build(list(specs)) for candidate in candidates}
