@@ -79,7 +79,7 @@ def plan_warnings(
         request_blocks(groups, at_context),
         pool_block_bytes(groups, at_context),
     )
-    checks = (_labels, _shards, _padding, _isolated, _fp8, _prefix_hits)
+    checks = (_labels, _shards, _padding, _isolated, _split, _fp8, _prefix_hits)
     for check in checks:
         result += [warning for warning in check(plan) if warning.code not in codes]
     return result
@@ -168,6 +168,26 @@ def _isolated(plan: _Measured) -> list[PlanWarning]:
             f"the draft's {len(layers)} layers stand in groups of their own and leave {idle:,} B "
             f"({idle / total:.1%}) of {plan.at_length} unused; a block is as wide as the target's "
             "groups",
+        )
+    ]
+
+
+def _split(plan: _Measured) -> list[PlanWarning]:
+    """Draft layers of one kind in several groups; not every drafter of vLLM takes that."""
+    groups_of_kind: dict[KVCacheSpec, list[int]] = {}
+    for number, group in enumerate(plan.groups):
+        kinds = {plan.specs[name] for name in group.layer_names if plan.specs[name].is_draft}
+        for kind in kinds:
+            groups_of_kind.setdefault(kind, []).append(number)
+    spread = [numbers for numbers in groups_of_kind.values() if len(numbers) > 1]
+    if not spread:
+        return []
+    return [
+        PlanWarning(
+            "draft-split",
+            f"the draft's layers are spread over groups {', '.join(map(str, spread[0]))}; DSpark "
+            "and DFlash drafts run so, vLLM's EAGLE and MTP proposers refuse it and need policy "
+            "isolate",
         )
     ]
 
