@@ -26,6 +26,9 @@ from k3backend.report.schemas import EXPLAIN_SCHEMA
 
 MAX_FORMATS = 200
 """Every two formats are compared; a model has two to about ten."""
+REPLANNED_FORMATS = 600
+"""Pairs for which the joined model is planned, times the formats that each such plan weighs; pairs
+that differ in fewest fields come first. A model of ten formats, 45 pairs, has all of them."""
 
 _MODEL_FACTS = frozenset(
     {
@@ -92,11 +95,16 @@ def explain_plan(
     """
     formats = layer_formats(specs, plan)
     apart = [
-        _pair(left, right, specs, replan)
+        _Pair.of(left, right)
         for left, right in itertools.combinations(formats, 2)
         if not set(left.group_ids) & set(right.group_ids)
     ]
-    apart.sort(key=lambda pair: (not pair["joinable"], len(pair["differences"])))
+    apart.sort(key=lambda pair: (pair.agreed is None, len(pair.differences)))
+    replans = REPLANNED_FORMATS // len(formats)
+    pairs = []
+    for index, pair in enumerate(apart):
+        joined = _join(pair, specs, replan) if index < replans else None
+        pairs.append(_pair_document(pair, joined))
     return {
         "schema": EXPLAIN_SCHEMA,
         "platform": platform,
@@ -105,7 +113,7 @@ def explain_plan(
         "block_bytes": plan.block_bytes,
         "request_bytes": plan.request.bytes,
         "formats": [_format(item) for item in formats],
-        "apart": apart,
+        "apart": pairs,
     }
 
 
@@ -126,78 +134,82 @@ def layer_formats(specs: Mapping[str, KVCacheSpec], plan: KvPlan) -> list[LayerF
     ]
 
 
-def _pair(
-    first: LayerFormat,
-    second: LayerFormat,
-    specs: Mapping[str, KVCacheSpec],
-    replan: Callable[[Mapping[str, KVCacheSpec]], KvPlan],
-) -> dict[str, Any]:
-    # The draft, or else the format of fewer layers, is the one that would change.
-    left, right = first, second
-    if _rank(second) < _rank(first):
-        left, right = second, first
-    differences = explain_difference(left.spec, right.spec)
-    joined = _join(left, right, differences, specs, replan)
-    remedy = _remedy(differences, joined is not None)
-    if joined is not None:
-        changes = [
-            f"{change['field']} = {change['value']} in [{change['format']}]"
-            for change in joined["changes"]
-        ]
-        remedy = f"to join them, set {', '.join(changes)}: {remedy}"
-    return {
-        "left": left.id,
-        "right": right.id,
-        "differences": [
-            {
-                "field": d.field,
-                "left": spec_field_to_json(d.left),
-                "right": spec_field_to_json(d.right),
-                "kind": str(d.kind),
-                "blocks": d.blocks,
-            }
-            for d in differences
-        ],
-        "joinable": joined is not None,
-        "remedy": remedy,
-        "joined": joined,
-    }
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """Two formats that share no group.
+
+    Attributes:
+        left: the draft, or else the format of fewer layers: the one that would change.
+        right: the other.
+        differences: all of them.
+        agreed: field -> value with which the two merge; None where no setting makes them.
+    """
+
+    left: LayerFormat
+    right: LayerFormat
+    differences: tuple[FieldDifference, ...]
+    agreed: dict[str, Any] | None
+
+    @classmethod
+    def of(cls, first: LayerFormat, second: LayerFormat) -> _Pair:
+        left, right = sorted((first, second), key=_rank)
+        differences = tuple(explain_difference(left.spec, right.spec))
+        return cls(left, right, differences, _agreed(left.spec, right.spec, differences))
+
+    @property
+    def blocking(self) -> list[FieldDifference]:
+        return [d for d in self.differences if d.blocks]
 
 
 def _rank(item: LayerFormat) -> tuple[bool, int, int]:
     return (not item.spec.is_draft, len(item.layer_names), item.id)
 
 
-def _join(
-    left: LayerFormat,
-    right: LayerFormat,
-    differences: Sequence[FieldDifference],
-    specs: Mapping[str, KVCacheSpec],
-    replan: Callable[[Mapping[str, KVCacheSpec]], KvPlan],
+def _agreed(
+    left: KVCacheSpec, right: KVCacheSpec, differences: Sequence[FieldDifference]
 ) -> dict[str, Any] | None:
-    """What the model needs once the two agree, or None where they cannot."""
     blocking = [d for d in differences if d.blocks]
     if any(d.field == "kind" or d.field in _MODEL_FACTS for d in blocking):
         return None
     agreed = {d.field: d.right if d.right is not None else d.left for d in blocking}
     try:
-        changed = {id_: _with(item, agreed) for id_, item in ((left.id, left), (right.id, right))}
-        if not vllm_mergeable([changed[right.id], changed[left.id]]):
-            return None
-        new_specs = dict(specs)
-        for item in (left, right):
-            new_specs.update(dict.fromkeys(item.layer_names, changed[item.id]))
+        joins = vllm_mergeable([_with(right, agreed), _with(left, agreed)])
+    except K3Error:
+        return None
+    return agreed if joins else None
+
+
+def _with(spec: KVCacheSpec, agreed: Mapping[str, Any]) -> KVCacheSpec:
+    changes = {name: value for name, value in agreed.items() if getattr(spec, name) != value}
+    return replace(spec, **changes) if changes else spec
+
+
+def _join(
+    pair: _Pair,
+    specs: Mapping[str, KVCacheSpec],
+    replan: Callable[[Mapping[str, KVCacheSpec]], KvPlan],
+) -> dict[str, Any] | None:
+    """What the model needs once the two agree; None where it cannot be planned or they part."""
+    if not pair.agreed:
+        return None
+    new_specs = dict(specs)
+    for item in (pair.left, pair.right):
+        new_specs.update(dict.fromkeys(item.layer_names, _with(item.spec, pair.agreed)))
+    try:
         plan = replan(new_specs)
     except K3Error:
         return None
     group_of = {name: group.id for group in plan.groups for name in group.layer_names}
-    if not {group_of[n] for n in left.layer_names} & {group_of[n] for n in right.layer_names}:
+    left, right = (
+        {group_of[name] for name in item.layer_names} for item in (pair.left, pair.right)
+    )
+    if not left & right:
         return None
     return {
         "changes": [
             {"format": item.id, "field": name, "value": spec_field_to_json(value)}
-            for item in (left, right)
-            for name, value in agreed.items()
+            for item in (pair.left, pair.right)
+            for name, value in pair.agreed.items()
             if getattr(item.spec, name) != value
         ],
         "groups": len(plan.groups),
@@ -206,26 +218,47 @@ def _join(
     }
 
 
-def _with(item: LayerFormat, agreed: Mapping[str, Any]) -> KVCacheSpec:
-    changes = {name: value for name, value in agreed.items() if getattr(item.spec, name) != value}
-    return replace(item.spec, **changes) if changes else item.spec
+def _pair_document(pair: _Pair, joined: Mapping[str, Any] | None) -> dict[str, Any]:
+    remedy = _remedy(pair)
+    if joined is not None:
+        changes = [
+            f"{change['field']} = {change['value']} in [{change['format']}]"
+            for change in joined["changes"]
+        ]
+        remedy = f"to join them, set {', '.join(changes)}: {remedy}"
+    return {
+        "left": pair.left.id,
+        "right": pair.right.id,
+        "differences": [
+            {
+                "field": d.field,
+                "left": spec_field_to_json(d.left),
+                "right": spec_field_to_json(d.right),
+                "kind": str(d.kind),
+                "blocks": d.blocks,
+            }
+            for d in pair.differences
+        ],
+        "joinable": bool(pair.agreed),
+        "remedy": remedy,
+        "joined": joined,
+    }
 
 
-def _remedy(differences: Sequence[FieldDifference], joinable: bool) -> str:
+def _remedy(pair: _Pair) -> str:
     """One sentence: what to do, or why nothing can be done."""
-    blocking = [d for d in differences if d.blocks]
-    if not blocking:
+    if not pair.blocking:
         return "nothing keeps them from merging; the policy found two groups cheaper"
-    for d in blocking:
+    for d in pair.blocking:
         if d.field == "kind":
             return f"nothing joins them: {d.left} and {d.right} keep different things"
         if d.field in _MODEL_FACTS:
             return f"nothing joins them: {d.field} follows from the model"
-    steps = dict.fromkeys(_SETTINGS.get(d.field, f"give both one {d.field}") for d in blocking)
+    steps = dict.fromkeys(_SETTINGS.get(d.field, f"give both one {d.field}") for d in pair.blocking)
     text = "; ".join(steps)
-    if all(d.kind is DifferenceKind.LABEL for d in blocking):
+    if all(d.kind is DifferenceKind.LABEL for d in pair.blocking):
         return f"{text} (the bytes are the same, and policy k3 takes them for one)"
-    return text if joinable else f"{text}; by itself this does not join them"
+    return text if pair.agreed else f"{text}; by itself this does not join them"
 
 
 def _format(item: LayerFormat) -> dict[str, Any]:

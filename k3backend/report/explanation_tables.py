@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Document = Mapping[str, Any]
+
+MAX_PAIRS = 20
+"""Explanations that are printed for people."""
 
 
 def print_explanation(console: Console, document: Document, heading: str) -> None:
@@ -32,7 +36,8 @@ def print_explanation(console: Console, document: Document, heading: str) -> Non
             )
     if not document["apart"]:
         console.print("Every two formats share a group.")
-    for pairs in _alike(document["apart"]):
+    told = _alike(document["apart"])
+    for pairs in told[:MAX_PAIRS]:
         pair = pairs[0]
         lefts = ", ".join(_name(formats[p["left"]]) for p in pairs)
         console.print()
@@ -47,20 +52,18 @@ def print_explanation(console: Console, document: Document, heading: str) -> Non
                 f"{whole(joined['request_bytes'])} B per request "
                 f"({joined['request_bytes'] - document['request_bytes']:+,} B)."
             )
+    if len(told) > MAX_PAIRS:
+        console.print()
+        console.print(f"and {len(told) - MAX_PAIRS} more, all of them in --json")
 
 
 def _alike(pairs: Sequence[Document]) -> list[list[Document]]:
     """Pairs that differ in the same way from the same format, together."""
-    alike: list[list[Document]] = []
+    alike: dict[str, list[Document]] = {}
     for pair in pairs:
-        said = {key: value for key, value in pair.items() if key != "left"}
-        for others in alike:
-            if said == {key: value for key, value in others[0].items() if key != "left"}:
-                others.append(pair)
-                break
-        else:
-            alike.append([pair])
-    return alike
+        said = json.dumps({key: value for key, value in pair.items() if key != "left"})
+        alike.setdefault(said, []).append(pair)
+    return list(alike.values())
 
 
 def _name(item: Document) -> str:
