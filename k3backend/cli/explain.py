@@ -22,6 +22,7 @@ from k3backend.cli.deployment_plans import (
     read_deployment,
 )
 from k3backend.cli.spec_plans import spec_file_input
+from k3backend.common.errors import InputError
 from k3backend.common.kv_plan import KvPlan
 from k3backend.common.kv_spec import KVCacheSpec
 from k3backend.report.explanation import explain_plan
@@ -73,7 +74,11 @@ def _explain(source: PlanInput) -> dict[str, Any]:
     def replan(specs: Mapping[str, KVCacheSpec]) -> KvPlan:
         return replace(source, specs=dict(specs)).plan()
 
-    return explain_plan(source.specs, source.plan(), source.platform, replan)
+    plan = source.plan()
+    try:
+        return explain_plan(source.specs, plan, source.platform, replan)
+    except InputError as error:
+        raise InputError(f"{source.origin}{error}") from error
 
 
 def _all_equal(documents: Mapping[str, Mapping[str, Any]]) -> bool:

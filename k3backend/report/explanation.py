@@ -83,7 +83,10 @@ def explain_plan(
     platform: str | None,
     replan: Callable[[Mapping[str, KVCacheSpec]], KvPlan],
 ) -> dict[str, Any]:
-    """Explain every two formats that share no group.
+    """Explain every two formats that share no group, or only because the policy reconciles them.
+
+    A group that keeps a spec per layer, or a policy that repairs a label or an undeclared
+    replication, puts layers together whose specs do not merge: those pairs are ``reconciled``.
 
     Args:
         specs: spec per layer, as they were planned.
@@ -94,11 +97,13 @@ def explain_plan(
         InputError: the layers have more than MAX_FORMATS different specs.
     """
     formats = layer_formats(specs, plan)
-    apart = [
-        _Pair.of(left, right)
-        for left, right in itertools.combinations(formats, 2)
-        if not set(left.group_ids) & set(right.group_ids)
-    ]
+    apart, reconciled = [], []
+    for first, second in itertools.combinations(formats, 2):
+        pair = _Pair.of(first, second)
+        if not set(first.group_ids) & set(second.group_ids):
+            apart.append(pair)
+        elif pair.blocking:
+            reconciled.append(pair)
     apart.sort(key=lambda pair: (pair.agreed is None, len(pair.differences)))
     replans = REPLANNED_FORMATS // len(formats)
     pairs = []
@@ -114,6 +119,7 @@ def explain_plan(
         "request_bytes": plan.request.bytes,
         "formats": [_format(item) for item in formats],
         "apart": pairs,
+        "reconciled": [_pair_document(pair, None) for pair in reconciled],
     }
 
 

@@ -22,7 +22,7 @@ def print_explanation(console: Console, document: Document, heading: str) -> Non
     formats = {item["id"]: item for item in document["formats"]}
     console.print(heading, style="bold")
     console.print(
-        f"policy {document['policy']}: {document['groups']} groups, "
+        f"policy {document['policy']}: {_groups(document['groups'])}, "
         f"{whole(document['request_bytes'])} B per request"
     )
     console.print()
@@ -34,6 +34,18 @@ def print_explanation(console: Console, document: Document, heading: str) -> Non
                 f"[{item['id']}] fills {len(item['groups'])} groups: one format, dealt into groups "
                 "of one width."
             )
+    for pairs in _alike(document["reconciled"])[:MAX_PAIRS]:
+        lefts = ", ".join(_name(formats[p["left"]]) for p in pairs)
+        right = _name(formats[pairs[0]["right"]])
+        console.print()
+        console.print(
+            f"{lefts}: one group with {right} by policy {document['policy']}, "
+            "though their specs do not merge",
+            style="bold",
+        )
+        console.print(_difference_table(pairs[0]["differences"]))
+        if pairs[0]["joinable"]:
+            console.print(f"To have them merge: {pairs[0]['remedy']}.")
     if not document["apart"]:
         console.print("Every two formats share a group.")
     told = _alike(document["apart"])
@@ -48,7 +60,7 @@ def print_explanation(console: Console, document: Document, heading: str) -> Non
         joined = pair["joined"]
         if joined is not None:
             console.print(
-                f"Then: {joined['groups']} groups, pool block {whole(joined['block_bytes'])} B, "
+                f"Then: {_groups(joined['groups'])}, pool block {whole(joined['block_bytes'])} B, "
                 f"{whole(joined['request_bytes'])} B per request "
                 f"({joined['request_bytes'] - document['request_bytes']:+,} B)."
             )
@@ -64,6 +76,10 @@ def _alike(pairs: Sequence[Document]) -> list[list[Document]]:
         said = json.dumps({key: value for key, value in pair.items() if key != "left"})
         alike.setdefault(said, []).append(pair)
     return list(alike.values())
+
+
+def _groups(count: int) -> str:
+    return f"{count} group{'' if count == 1 else 's'}"
 
 
 def _name(item: Document) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.command_lines import REPOSITORY, run_here
+from tests.helpers.command_lines import REPOSITORY, assert_refused, run_here
 from tests.unit.test_cli_layout import K3, UNDECLARED
 
 CASES = REPOSITORY / "tests" / "data" / "planning"
@@ -120,3 +120,36 @@ def test_one_format_has_nothing_to_explain(
     words = ("--policy", "vllm", "--specs", str(path))
     assert explain(capsys, *words)["apart"] == []
     assert "Every two formats share a group." in run_here(capsys, "explain", *words).stdout
+
+
+def test_a_difference_that_the_policy_reconciles_is_still_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = UNDECLARED[: UNDECLARED.index("--policy")]
+    words = (*words, "--draft-max-tp-shards", "none", "--policy", "k3")
+    for plan in explain(capsys, *words)["platforms"].values():
+        assert plan["groups"] == 4
+        (pair,) = plan["reconciled"]
+        blocking = [d for d in pair["differences"] if d["blocks"]]
+        assert [(d["field"], d["left"], d["right"]) for d in blocking] == [
+            ("max_tp_shards", None, 1)
+        ]
+    human = run_here(capsys, "explain", *words).stdout
+    assert "though their specs do not merge" in human
+    assert "None against 1" in human
+    assert explain(capsys, *K3)["platforms"]["rocm"]["reconciled"] == []
+
+
+def test_every_two_of_many_formats_are_bounded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = json.loads((CASES / "k3-mla-draft.json").read_text())["specs"]
+    mla = document["layers"][1]
+    document["layers"] = [
+        {**mla, "prefix": f"layer{shards}.", "count": 1, "max_tp_shards": shards}
+        for shards in range(1, 202)
+    ]
+    path = tmp_path / "many.json"
+    path.write_text(json.dumps(document))
+    outcome = run_here(capsys, "explain", "--policy", "vllm", "--specs", str(path))
+    assert_refused(outcome, "--specs", "201 different specs", "at most 200")
