@@ -134,7 +134,7 @@ def test_a_difference_that_the_policy_reconciles_is_still_named(
         assert [(d["field"], d["left"], d["right"]) for d in blocking] == [
             ("max_tp_shards", None, 1)
         ]
-    human = run_here(capsys, "explain", *words).stdout
+    human = " ".join(run_here(capsys, "explain", *words).stdout.split())
     assert "though their specs do not merge" in human
     assert "None against 1" in human
     assert explain(capsys, *K3)["platforms"]["rocm"]["reconciled"] == []
