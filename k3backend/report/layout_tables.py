@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Document = Mapping[str, Any]
 
 MAX_CANDIDATES = 8
-"""Groupings that a table shows: the chosen one and those of fewest bytes."""
+"""Groupings that a table shows: the chosen one, vLLM's own, and those of fewest bytes."""
 
 
 def print_layout(console: Console, document: Document, heading: str) -> None:
@@ -34,7 +34,7 @@ def print_layout(console: Console, document: Document, heading: str) -> None:
         console.print(_stage_table(document["stages"]))
     candidates = document["candidates"]
     if len(candidates) > 1:
-        shown = sorted(candidates, key=lambda c: (not c["chosen"], _bytes(c)))[:MAX_CANDIDATES]
+        shown = sorted(candidates, key=_candidate_order)[:MAX_CANDIDATES]
         console.print()
         console.print(candidate_table(shown))
         if len(candidates) > len(shown):
@@ -258,9 +258,13 @@ def _count(layers: int | Sequence[str]) -> int:
     return layers if isinstance(layers, int) else len(layers)
 
 
-def _bytes(candidate: Document) -> float:
+def _candidate_order(candidate: Document) -> tuple[bool, bool, float]:
     size = candidate["request_bytes"]
-    return float("inf") if size is None else float(size)
+    return (
+        not candidate["chosen"],
+        candidate["name"] != "vllm",
+        float("inf") if size is None else float(size),
+    )
 
 
 def _or_dash(number: int | None) -> str:
