@@ -34,6 +34,7 @@ class DecodeConfig:
         device: where tensors live.
         dcp_size: ranks of decode context parallelism.
         q_dtype: of the queries, "fp8" or "bf16". fp8_dtype: the device's fp8 format.
+        max_kv_tokens: most keys of one request on this rank; 0: not known.
         workspace: where plan buffers and scratch are claimed; an own one if not given.
         forward_context: identifies the forward that is running; None: its metadata object does.
         interleave: keys that a DCP rank holds in a row, read on every call.
@@ -46,6 +47,7 @@ class DecodeConfig:
     dcp_size: int = 1
     q_dtype: DtypeName = "fp8"
     fp8_dtype: torch.dtype = torch.float8_e4m3fn
+    max_kv_tokens: int = 0
     workspace: Workspace = field(default=None)  # type: ignore[assignment]
     forward_context: Callable[[], object] = _no_forward
     interleave: Callable[[], int] = _interleave_of_one
@@ -62,7 +64,8 @@ def read_config(config: Any) -> DecodeConfig:
     Of the latter are read: ``scheduler_config.max_num_seqs``,
     ``speculative_config.num_speculative_tokens`` (None: one query token),
     ``parallel_config.decode_context_parallel_size`` and, on every call,
-    ``.cp_kv_cache_interleave_size``, ``cache_config.cache_dtype`` and ``device_config.device``.
+    ``.cp_kv_cache_interleave_size``, ``cache_config.cache_dtype``, ``device_config.device`` and,
+    where there is one, ``model_config.max_model_len``.
 
     Raises:
         InputError: naming the attribute that is missing.
@@ -79,6 +82,7 @@ def read_config(config: Any) -> DecodeConfig:
         device=getattr(getattr(config, "device_config", None), "device", None) or "cuda",
         dcp_size=int(_attribute(parallel, "decode_context_parallel_size")),
         q_dtype="fp8" if cache_dtype.startswith("fp8") else "bf16",
+        max_kv_tokens=int(getattr(getattr(config, "model_config", None), "max_model_len", 0) or 0),
         interleave=lambda: int(_attribute(parallel, "cp_kv_cache_interleave_size")),
     )
 

@@ -50,6 +50,60 @@ class LayerScales(Protocol):
     _k_scale_float: float
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """One layer of one step, read from what the host gave.
+
+    Attributes:
+        q, kv_cache, block_table, seq_lens, causal_lens, q_len, causal, cp: as in
+            ``BalancedMla.decode``.
+        scale: softmax scale alone. q_scale, k_scale: those that apply to the dtypes.
+        with_lse: whether lse2 is returned.
+        forward: identifies the forward that is running.
+        lens_buffer: the host's tensor that ``seq_lens`` is a part of.
+        capturing: whether a graph is being captured.
+    """
+
+    q: torch.Tensor
+    kv_cache: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    causal_lens: torch.Tensor | None
+    q_len: int
+    causal: bool
+    cp: tuple[int, int, int]
+    scale: float
+    q_scale: float
+    k_scale: float
+    with_lse: bool
+    forward: object
+    lens_buffer: torch.Tensor
+    capturing: bool
+
+
+@dataclass(slots=True)
+class PlanMark:
+    """Which forward a lane's buffers were planned for."""
+
+    forward: object = None
+    planned: tuple[object, ...] = ()
+
+    def is_stale(self, step: DecodeStep, *shape: object) -> bool:
+        """Whether the step needs a plan of its own; if so, it is the one marked from now on.
+
+        A plan made outside a capture is not part of the graph, so capturing plans anew. Lengths
+        that change in place within a forward context show in the tensor's version.
+        """
+        key = (
+            step.lens_buffer.data_ptr(), step.lens_buffer._version, step.seq_lens.shape[0],
+            step.q_len, step.capturing, *shape,
+        )  # fmt: skip
+        if self.forward is step.forward and self.planned == key:
+            return False
+        self.forward, self.planned = step.forward, key
+        return True
+
+
 @dataclass(slots=True)
 class LanePlan:
     """What the layers of one lane share: plan buffers, one core per query length, the last plan."""
@@ -57,8 +111,7 @@ class LanePlan:
     counts: torch.Tensor
     work: torch.Tensor
     cores: dict[tuple[int, bool], BalancedMla] = field(default_factory=dict)
-    forward: object = None
-    planned: tuple[object, ...] = ()
+    mark: PlanMark = field(default_factory=PlanMark)
 
 
 class BalancedDecode(ABC):
@@ -156,72 +209,77 @@ class BalancedDecode(ABC):
         if world > 1 and metadata.causal and part.dcp_tot_seq_lens is not None:
             causal_lens = part.dcp_tot_seq_lens[: length.requests]
         q_scale, k_scale = _scales(layer, q, kv_cache)
-        scale = float(impl.scale) * q_scale * k_scale
-        with_lse = bool(getattr(impl, "need_to_return_lse_for_decode", world > 1))
-
+        forward = self.config.forward_context()
+        step = DecodeStep(
+            q=q,
+            kv_cache=kv_cache,
+            block_table=table,
+            seq_lens=seq_lens,
+            causal_lens=causal_lens,
+            q_len=q_len,
+            causal=metadata.causal,
+            cp=cp,
+            scale=float(impl.scale),
+            q_scale=q_scale,
+            k_scale=k_scale,
+            with_lse=bool(getattr(impl, "need_to_return_lse_for_decode", world > 1)),
+            forward=metadata if forward is None else forward,
+            lens_buffer=part.seq_lens,
+            capturing=self.config.capturing(),
+        )
         lane = self._lane()
         core = self._core(lane, q_len, metadata.causal)
-        capturing = self.config.capturing()
-        shape = (
-            q_len, length.requests, metadata.causal, cp, with_lse, causal_lens is None,
-            q.shape if isinstance(q, torch.Tensor) else type(q), getattr(q, "dtype", None),
-            kv_cache.dtype, kv_cache.shape[1:], kv_cache.stride(), table.stride(),
-        )  # fmt: skip
-        if shape not in self._shapes:
-            reasons = core.decode_problems(
-                q, kv_cache, table, seq_lens, scale, k_scale, None, causal_lens, cp
-            )
-            if world != self.config.dcp_size:
-                reasons.append(
-                    f"DCP world is {world}, built for {self.config.dcp_size}; build the layer "
-                    "again with the config it runs under"
-                )
-            if reasons:
-                raise UnsupportedDecodeError("balanced decode cannot run this step", reasons)
-            if capturing:
-                raise WorkspaceError(
-                    f"decode of {length.requests} requests x {q_len} query tokens appears for the "
-                    "first time inside graph capture, where nothing can be compiled or allocated; "
-                    "run this shape once before capturing it"
-                )
-            self._shapes.add(shape)
+        self._admit(core, step)
+        return self.run_step(lane, core, step)
 
-        self._plan_once(lane, core, metadata, part.seq_lens, seq_lens, capturing)
+    def run_step(
+        self, lane: LanePlan, core: BalancedMla, step: DecodeStep
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Plan unless a layer of this forward has done so, and decode an admitted step."""
+        if lane.mark.is_stale(step, core.row_tiles):
+            core.plan(step.seq_lens, lane.counts, lane.work)
+            self.plans += 1
+        q = step.q
         lse = None
-        if with_lse:
+        if step.with_lse:
             lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
         (scratch,) = self.config.workspace.get_simultaneous(((self.workspace_bytes,), torch.uint8))
         out = core.decode(
-            q, kv_cache, table, seq_lens, scale, k_scale, lane.counts, lane.work, scratch,
-            lse=lse, causal_lens=causal_lens, cp=cp,
+            q, step.kv_cache, step.block_table, step.seq_lens,
+            step.scale * step.q_scale * step.k_scale, step.k_scale, lane.counts, lane.work, scratch,
+            lse=lse, causal_lens=step.causal_lens, cp=step.cp,
         )  # fmt: skip
         return out, lse
 
-    def _plan_once(
-        self,
-        lane: LanePlan,
-        core: BalancedMla,
-        metadata: DecodeMetadata,
-        buffer: torch.Tensor,
-        seq_lens: torch.Tensor,
-        capturing: bool,
-    ) -> None:
-        """Compute the plan unless a layer of this forward has done so.
-
-        A plan made outside a capture is not part of the graph, so capturing plans anew. Lengths
-        that change in place within a forward context show in the tensor's version.
-        """
-        forward = self.config.forward_context()
-        forward = metadata if forward is None else forward
-        key = (
-            buffer.data_ptr(), buffer._version, seq_lens.shape[0], core.q_len, core.row_tiles,
-            capturing,
+    def _admit(self, core: BalancedMla, step: DecodeStep) -> None:
+        """Check a shape the first time it appears, which may not be inside a capture."""
+        q, world = step.q, step.cp[0]
+        shape = (
+            step.q_len, step.seq_lens.shape[0], step.causal, step.cp, step.with_lse,
+            step.causal_lens is None, q.shape if isinstance(q, torch.Tensor) else type(q),
+            getattr(q, "dtype", None), step.kv_cache.dtype, step.kv_cache.shape[1:],
+            step.kv_cache.stride(), step.block_table.stride(),
         )  # fmt: skip
-        if lane.forward is forward and lane.planned == key:
+        if shape in self._shapes:
             return
-        core.plan(seq_lens, lane.counts, lane.work)
-        lane.forward, lane.planned = forward, key
-        self.plans += 1
+        reasons = core.decode_problems(
+            q, step.kv_cache, step.block_table, step.seq_lens,
+            step.scale * step.q_scale * step.k_scale, step.k_scale, None, step.causal_lens, step.cp,
+        )  # fmt: skip
+        if world != self.config.dcp_size:
+            reasons.append(
+                f"DCP world is {world}, built for {self.config.dcp_size}; build the layer "
+                "again with the config it runs under"
+            )
+        if reasons:
+            raise UnsupportedDecodeError("balanced decode cannot run this step", reasons)
+        if step.capturing:
+            raise WorkspaceError(
+                f"decode of {step.seq_lens.shape[0]} requests x {step.q_len} query tokens appears "
+                "for the first time inside graph capture, where nothing can be compiled or "
+                "allocated; run this shape once before capturing it"
+            )
+        self._shapes.add(shape)
 
     def _core(self, lane: LanePlan, q_len: int, causal: bool) -> BalancedMla:
         if (q_len, causal) not in lane.cores:

@@ -81,19 +81,59 @@ class AiterShape:
         return self.causal or self.q_len == 1
 
 
+class AiterScratch:
+    """The large buffers, which plans of one lane share: index list, padded queries and outputs.
+
+    Attributes:
+        kv_indices: int32 [max_requests * max_kv_tokens] token ids.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        q_dtype: torch.dtype,
+        max_tokens: int,
+        max_kv_indices: int,
+        device: torch.device,
+    ) -> None:
+        """Allocate the index list; padded buffers follow per head count, on first use.
+
+        Args:
+            heads: real heads. q_dtype: of queries. max_tokens: most query tokens of a forward.
+            max_kv_indices: most keys of all requests together.
+        """
+        self.heads, self.q_dtype, self.max_tokens = heads, q_dtype, max_tokens
+        self.device = device
+        self.kv_indices = torch.zeros(max_kv_indices, dtype=torch.int32, device=device)
+        self._padded: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
+
+    def padded(self, heads: int) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Queries [tokens, heads, 576] with zero rows (None: no padding) and outputs."""
+        if heads not in self._padded:
+            size = (self.max_tokens, heads)
+            q = None
+            if heads != self.heads:
+                q = torch.zeros(*size, HEAD_DIM, dtype=self.q_dtype, device=self.device)
+            out = torch.empty(*size, VALUE_DIM, dtype=torch.bfloat16, device=self.device)
+            self._padded[heads] = q, out
+        return self._padded[heads]
+
+
 @dataclass(slots=True)
 class AiterPlan:
-    """AITER's plan, index list and scratch for one shape.
+    """AITER's plan and index list for one shape.
 
     Buffers are made here, while the model is being built; `update` fills them once a forward.
 
     Attributes:
         aiter: the checked AITER. shape: what it is for. device: where the buffers are.
+        scratch: shared with plans of other shapes, of which one is current; None: an own one.
     """
 
     aiter: Aiter
     shape: AiterShape
     device: torch.device
+    scratch: AiterScratch | None = None
     qo_indptr: torch.Tensor = field(init=False)
     kv_indptr: torch.Tensor = field(init=False)
     global_indptr: torch.Tensor = field(init=False)
@@ -128,17 +168,14 @@ class AiterPlan:
         self.qo_indptr = torch.arange(0, tokens + 1, shape.q_len, dtype=torch.int32, device=device)
         self.kv_indptr = int32(shape.max_requests + 1)
         self.global_indptr = int32(shape.max_requests + 1)
-        self.kv_indices = int32(shape.max_requests * shape.max_kv_tokens)
+        scratch = self.scratch
+        if scratch is None:
+            capacity = shape.max_requests * shape.max_kv_tokens
+            scratch = AiterScratch(shape.heads, shape.q_dtype, tokens, capacity, device)
+        self.kv_indices = scratch.kv_indices
         self.last_page_lens = torch.ones(shape.max_requests, dtype=torch.int32, device=device)
         self.hidden = torch.ones(tokens, dtype=torch.bool, device=device)
-        self.padded_out = torch.empty(
-            tokens, shape.padded_heads, VALUE_DIM, dtype=torch.bfloat16, device=device
-        )
-        self.padded_q = None
-        if shape.padded_heads != shape.heads:
-            self.padded_q = torch.zeros(
-                tokens, shape.padded_heads, HEAD_DIM, dtype=shape.q_dtype, device=device
-            )
+        self.padded_q, self.padded_out = scratch.padded(shape.padded_heads)
         names = (
             "work_meta_data",
             "work_indptr",
@@ -160,23 +197,6 @@ class AiterPlan:
             name: torch.empty(size, dtype=dtype, device=device)
             for name, (size, dtype) in zip(names, info, strict=True)
         }
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Device memory that this plan holds; AITER allocates its partial outputs per call."""
-        tensors = [
-            self.qo_indptr,
-            self.kv_indptr,
-            self.global_indptr,
-            self.kv_indices,
-            self.last_page_lens,
-            self.hidden,
-            self.padded_out,
-            *self.work.values(),
-        ]
-        if self.padded_q is not None:
-            tensors.append(self.padded_q)
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def update(
         self,

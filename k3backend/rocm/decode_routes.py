@@ -20,12 +20,11 @@ from k3backend.rocm.aiter_capabilities import (
     AiterTable,
 )
 from k3backend.rocm.aiter_tables import table_for
+from k3backend.rocm.launch_config import decode_launch
 
 AITER = "aiter_persistent"
 AITER_CPRR = "aiter_persistent_cprr"
 FOLDED = "folded"
-FOLDED_TILE_ROWS = 128
-"""Query rows (tokens x heads) that the folded kernel serves with one read of the KV."""
 MAX_SCRATCH_BYTES = 4 << 30
 """Partial outputs of an AITER call stay below this: a 4 GiB buffer faulted (sglang#24762)."""
 
@@ -102,22 +101,21 @@ def choose_route(
         raise InputError(f"aiter_version={aiter_version!r} is not a version string or None")
     if kv_cache_bytes is not None:
         _check_counts(kv_cache_bytes=kv_cache_bytes)
+    point = (heads, q_len, q_dtype, kv_dtype, arch)
     if aiter_version == ABSENT:
-        return _folded(heads, q_len, "AITER is not installed")
+        return _folded(*point, "AITER is not installed")
 
     table = table_for(aiter_version, arch)
     masked = causal and q_len > 1
     if table.max_kv_bytes is not None and (kv_cache_bytes or 0) > table.max_kv_bytes:
         return _folded(
-            heads,
-            q_len,
+            *point,
             f"this AITER addresses {table.max_kv_bytes >> 30} GiB of KV on {arch} (aiter#4156), "
             f"the layer's cache has {kv_cache_bytes} bytes",
         )
     if masked and dcp > 1 and kv_interleave != 1:
         return _folded(
-            heads,
-            q_len,
+            *point,
             f"AITER masks across DCP ranks at KV interleave 1 only, not {kv_interleave}",
         )
     return _choose(
@@ -152,8 +150,9 @@ def _choose(
     aiter_version: str | None,
 ) -> Route:
     table = table_for(aiter_version, arch)
+    point = (heads, q_len, q_dtype, kv_dtype, arch)
     if q_len > MAX_TABLE_Q_LEN:
-        return _folded(heads, q_len, f"the tables of AITER stop at {MAX_TABLE_Q_LEN} query tokens")
+        return _folded(*point, f"the tables of AITER stop at {MAX_TABLE_Q_LEN} query tokens")
     refusals: list[str] = []
     without_row: list[int] = []
     for padded in (size for size in PADDED_HEADS if size >= heads):
@@ -194,7 +193,7 @@ def _choose(
         why = f"no {_mode(masked, cprr, q_len)} row{lse_part} for {sizes} heads x {q_len}"
     else:
         why = f"no kernel above {PADDED_HEADS[-1]} heads"
-    return _folded(heads, q_len, f"AITER {table.version}, {q_dtype}/{kv_dtype}, {arch}: {why}")
+    return _folded(*point, f"AITER {table.version}, {q_dtype}/{kv_dtype}, {arch}: {why}")
 
 
 def _refusal(
@@ -205,7 +204,7 @@ def _refusal(
         if fault.hits(q_dtype, padded, q_len):
             return f"is known to fail: {fault.symptom} ({fault.source})"
     reads = table.kv_reads(q_dtype, kv_dtype, padded, q_len)
-    ours = folded_kv_reads(heads, q_len)
+    ours = folded_kv_reads(heads, q_len, q_dtype, kv_dtype, table.arch)
     # Both over one tile: AITER keeps the shape while padding costs it at most a third more reads,
     # which is what 96 heads padded to 128 cost. Measuring the folded kernel replaces this.
     if reads > 1 and (ours == 1 or 3 * reads > 4 * ours):
@@ -216,13 +215,25 @@ def _refusal(
     return None
 
 
-def folded_kv_reads(heads: int, q_len: int) -> int:
+def folded_kv_reads(
+    heads: int, q_len: int, q_dtype: str = "fp8", kv_dtype: str = "fp8", arch: str = "gfx950"
+) -> int:
     """Row tiles of the folded kernel, each of which reads one request's KV."""
-    return -(-heads * q_len // FOLDED_TILE_ROWS)
+    rows = heads * q_len
+    config = decode_launch(
+        rows,
+        q_dtype="fp8" if q_dtype == "fp8" else "bf16",
+        kv_dtype="fp8" if kv_dtype == "fp8" else "bf16",
+        arch=arch,
+    )
+    return config.row_tiles(rows)
 
 
-def _folded(heads: int, q_len: int, why: str) -> Route:
-    return Route(FOLDED, heads, why, kv_reads=folded_kv_reads(heads, q_len))
+def _folded(heads: int, q_len: int, q_dtype: str, kv_dtype: str, arch: str, why: str) -> Route:
+    if (q_dtype, kv_dtype) == ("fp8", "bf16"):
+        why += "; the folded kernel asks for a bf16 query over a bf16 cache"
+    reads = folded_kv_reads(heads, q_len, q_dtype, kv_dtype, arch)
+    return Route(FOLDED, heads, why, kv_reads=reads)
 
 
 def _mode(masked: bool, cprr: bool, q_len: int) -> str:

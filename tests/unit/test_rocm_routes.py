@@ -9,7 +9,7 @@ import pytest
 from k3backend.common.errors import InputError
 from k3backend.rocm.aiter_capabilities import ARCHS, DTYPES, PADDED_HEADS
 from k3backend.rocm.aiter_tables import KNOWN_VERSIONS, TABLES, table_for
-from k3backend.rocm.decode_routes import MAX_SCRATCH_BYTES
+from k3backend.rocm.decode_routes import MAX_SCRATCH_BYTES, folded_kv_reads
 from k3backend.rocm.mla_decode import Route, choose_route, route_table
 from tests.helpers.aiter_launcher import launcher_runs, query_tiles
 
@@ -42,6 +42,8 @@ def test_every_point_is_routed_and_none_reaches_aiter_outside_its_rows(
     for heads, q_len, q, kv, causal, dcp, lse in product(
         range(1, 129), range(1, 9), DTYPES, DTYPES, (True, False), range(1, 17), (True, False)
     ):
+        if dcp > 1 and not lse:
+            continue  # the same point: context parallelism needs the LSE, see below
         chosen = choose_route(
             heads=heads,
             q_len=q_len,
@@ -67,7 +69,7 @@ def test_every_point_is_routed_and_none_reaches_aiter_outside_its_rows(
         ), (heads, q_len, q, kv, causal, dcp, lse, chosen)
         reads = query_tiles(oracle_version, arch, q, kv, padded, q_len)
         assert chosen.kv_reads == reads
-        assert reads == 1 or heads * q_len > 128
+        assert reads == 1 or folded_kv_reads(heads, q_len, q, kv, arch) > 1
         assert 2 * 303 * reads * q_len * padded * 2048 < 1.2 * MAX_SCRATCH_BYTES
     assert via_aiter > 100  # the choice still finds AITER's kernels
 
@@ -130,6 +132,15 @@ def test_0_1_21_is_0_1_20_and_says_that_it_was_not_verified() -> None:
     assert old.verified
     assert not new.verified
     assert "not read" in new.reason
+
+
+def test_context_parallelism_needs_the_lse_whatever_is_asked() -> None:
+    for heads, q_len, causal in product((12, 96), range(1, 9), (True, False)):
+        with_lse, without = (
+            route(heads=heads, q_len=q_len, causal=causal, dcp=8, need_lse=lse)
+            for lse in (True, False)
+        )
+        assert with_lse == without
 
 
 def test_absent_aiter_is_folded() -> None:
