@@ -41,6 +41,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("fit", "the longest request in a byte budget, or how many of a given length"),
     Command("replay", "a request trace through vLLM's scheduler under two layouts"),
     Command("diff", "what changed between two saved plans"),
+    Command("kernels", "what the compiler makes of the production kernels, per GPU"),
     Command("platform", "the chosen vendor and why, and the versions found"),
 )
 
