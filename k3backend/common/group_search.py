@@ -81,6 +81,8 @@ def find_candidates(
             else:
                 refused.append(min(dealt, key=lambda c: (cost(c), c.num_groups)))
     found = [*best_of_each_name(found), *best_of_each_name(refused)]
+    if default is not None:
+        found = [candidate for candidate in found if not _is_default(candidate, default)]
     plain = isolated_candidate(specs, context, quiet=True)
     if plain is None:
         return found
@@ -89,6 +91,14 @@ def find_candidates(
         problem = MLA_DRAFT_STAYS
     plain = replace(plain, problem=problem)
     return [*found, plain]
+
+
+def _is_default(candidate: Candidate, default: Candidate) -> bool:
+    """Whether it costs exactly what vLLM's grouping costs, in as many groups."""
+    return default.problem is None and (
+        (candidate.num_groups, candidate.block_bytes, candidate.blocks)
+        == (default.num_groups, default.block_bytes, default.blocks)
+    )
 
 
 def _page_sizes(kinds: Sequence[LayerKind]) -> list[int]:

@@ -407,9 +407,10 @@ def test_planning_is_fast_and_repeats_itself() -> None:
     first = choose_grouping(specs, context)
     times = []
     for _ in range(9):
-        start = time.perf_counter()
+        # Processor time: other work on the machine is no part of the planner's.
+        start = time.process_time()
         again = choose_grouping(specs, context)
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
         assert again == first
     assert statistics.median(times) < 0.020
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_screens_are_current():
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "update_readme.py"), "--check"],
+        [sys.executable, str(ROOT / "tools" / "update_readme.py"), "--check", "README.md"],
         cwd=ROOT,
         capture_output=True,
         text=True,
