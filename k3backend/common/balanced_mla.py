@@ -354,12 +354,16 @@ class BalancedMla:
             )
         reasons += parallel_problems(causal_lens, cp, self.causal)
         reasons += scale_problems(scale, k_scale)
-        if self.device.type == "cpu" and not interpreting():
-            reasons.append(
-                "tensors are on the CPU, where Triton kernels run in its interpreter alone; set "
-                "TRITON_INTERPRET=1 before triton is imported or use the reference backend"
-            )
-        return reasons
+        return reasons + self.device_problems()
+
+    def device_problems(self) -> list[str]:
+        """Why kernels cannot run on the core's device."""
+        if self.device.type != "cpu" or interpreting():
+            return []
+        return [
+            "tensors are on the CPU, where Triton kernels run in its interpreter alone; set "
+            "TRITON_INTERPRET=1 before triton is imported or use the reference backend"
+        ]
 
     def _plan_on_host(
         self,

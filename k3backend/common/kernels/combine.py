@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from k3backend.common.kernels.rounding import round_to
+
 VALUE_DIM = tl.constexpr(512)
 
 
@@ -43,6 +45,7 @@ def combine_kernel(
     MIN_SPLITS: tl.constexpr,
     SCAN: tl.constexpr,
     STORE_LSE: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
     """Merge one pair's rows. Grid: (requests * row tiles, ceil(slot rows / ROWS)).
 
@@ -102,6 +105,6 @@ def combine_kernel(
         out = tl.where(empty[:, None], 0.0, acc / safe[:, None] * out_scale)
         tl.store(
             out_ptr + (final * VALUE_DIM)[:, None] + columns[None, :],
-            out.to(out_ptr.dtype.element_ty),
+            round_to(out, out_ptr.dtype.element_ty, UPCAST),
             mask=keep[:, None],
         )

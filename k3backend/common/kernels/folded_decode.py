@@ -36,6 +36,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from k3backend.common.kernels.rounding import round_to
+
 HEAD_DIM = tl.constexpr(576)
 VALUE_DIM = tl.constexpr(512)
 ROPE_DIM = tl.constexpr(64)
@@ -163,7 +165,7 @@ def _attend(
     decay = tl.exp2(m - reference)
     p = tl.exp2(s - (reference - P_EXP)[:, None])
     total = total * decay + tl.sum(p, 1)
-    p = p.to(dtype)
+    p = round_to(p, dtype, UPCAST)
     out = ()
     for c in tl.static_range(VALUE_DIM // CHUNK):
         out = out + (_dot(p, k[c].to(dtype), acc[c] * decay[:, None], UPCAST),)
@@ -216,6 +218,7 @@ def _store_rows(
     CHUNK: tl.constexpr,
     P_EXP: tl.constexpr,
     STORE_LSE: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
     """Write one row group: final output (slot -1) or normalised partials and their lse2."""
     seen = total > 0.0
@@ -230,7 +233,11 @@ def _store_rows(
             cols = (c * CHUNK + tl.arange(0, CHUNK))[None, :]
             value = acc[c] * inverse[:, None] * out_scale
             rows_ptr = out_ptr + (final * VALUE_DIM)[:, None]
-            tl.store(rows_ptr + cols, value.to(out_ptr.dtype.element_ty), mask=keep[:, None])
+            tl.store(
+                rows_ptr + cols,
+                round_to(value, out_ptr.dtype.element_ty, UPCAST),
+                mask=keep[:, None],
+            )
     else:
         part = slot.to(tl.int64) * SLOT_ROWS + slot_rows
         tl.store(partial_lse_ptr + part, lse, mask=keep)
@@ -384,11 +391,11 @@ def folded_decode_kernel(
         _store_rows(
             m_a, total_a, acc_a, rows_a, slot_rows_a, request, slot, out_scale,
             out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
-            ROWS_PER_REQUEST, SLOT_ROWS, CHUNK, P_EXP, STORE_LSE,
+            ROWS_PER_REQUEST, SLOT_ROWS, CHUNK, P_EXP, STORE_LSE, UPCAST,
         )  # fmt: skip
         if ROWS_B > 0:
             _store_rows(
                 m_b, total_b, acc_b, rows_b, slot_rows_b, request, slot, out_scale,
                 out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
-                ROWS_PER_REQUEST, SLOT_ROWS, CHUNK, P_EXP, STORE_LSE,
+                ROWS_PER_REQUEST, SLOT_ROWS, CHUNK, P_EXP, STORE_LSE, UPCAST,
             )  # fmt: skip

@@ -133,5 +133,6 @@ def launch_combine(
         MIN_SPLITS=min_splits,
         SCAN=COMBINE_SCAN,
         STORE_LSE=lse2 is not None,
+        UPCAST=INTERPRETING,
         num_warps=config.combine_warps,
     )

@@ -126,6 +126,7 @@ def combine_request(shape: ProductionShape, config: LaunchConfig, target: str) -
         "MIN_SPLITS": 2,
         "SCAN": COMBINE_SCAN,
         "STORE_LSE": True,
+        "UPCAST": False,
     }
     return KernelRequest(
         name=f"combine {shape.name}",
