@@ -27,11 +27,15 @@ def round_to(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
 
     Interpreted, an fp8 result stays float32 with fp8's values.
     """
+    # One return: the compiler goes on behind a return inside a constant condition.
+    # One return: the compiler takes every return behind a branch into account.
     if not INTERPRETED:
-        return x.to(dtype)
-    if dtype == tl.bfloat16:
-        return _drop_bits(x, 16).to(tl.bfloat16)
+        rounded = x.to(dtype)
+    elif dtype == tl.bfloat16:
+        rounded = _drop_bits(x, 16).to(tl.bfloat16)
     # Below the smallest normal number steps are even: adding 2**23 steps rounds to one.
-    if dtype == tl.float8e4b8:
-        return tl.where(x < 2.0**-7, (x + 2.0**13) - 2.0**13, _drop_bits(x, 20))
-    return tl.where(x < 2.0**-6, (x + 2.0**14) - 2.0**14, _drop_bits(x, 20))
+    elif dtype == tl.float8e4b8:
+        rounded = tl.where(x < 2.0**-7, (x + 2.0**13) - 2.0**13, _drop_bits(x, 20))
+    else:
+        rounded = tl.where(x < 2.0**-6, (x + 2.0**14) - 2.0**14, _drop_bits(x, 20))
+    return rounded
