@@ -36,14 +36,14 @@ def plot_plans(path: Path, planned: Sequence[tuple[PlanInput, KvPlan]]) -> None:
             same[0].append(source.name)
     pictures = []
     for names, source, plan in rows:
-        groupings = candidate_groups(source.specs, source.context)
-        best = choose_grouping(source.specs, source.context)
+        groupings = candidate_groups(source.specs, source.context, source.stages)
+        best = choose_grouping(source.specs, source.context, "k3", source.stages)
         chosen = next((c.name for c in best.candidates if c.chosen), "")
         also = [chosen]
         if plan.policy != "k3":
             groupings[plan.policy] = list(plan.group_specs)
             chosen = plan.policy
-        curves = context_curves(groupings, chosen, source.context, also)
+        curves = context_curves(groupings, chosen, source.context, also, source.stages)
         title = f"{' = '.join(names)}, policy {plan.policy}"
         pictures.append(PlanPicture(title, plan, source.specs, curves))
     write_picture(path, pictures)

@@ -38,18 +38,20 @@ MAX_ASSIGNMENTS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What no grouping may exceed.
+class SearchFrame:
+    """What all groupings of one search have in common.
 
     Attributes:
         lcm_tokens: lcm of the groups' block sizes; None where prefix caching is off.
         span_tokens: the same with blocks counted over all DCP ranks.
         at_context: the deployment with the planning context as its longest request.
+        stages: pipeline stage of every layer, in model order; empty for one stage.
     """
 
     lcm_tokens: int | None
     span_tokens: int | None
     at_context: PlanContext
+    stages: tuple[int, ...] = ()
 
     def problem(self, specs: Sequence[KVCacheSpec]) -> str | None:
         """Why these specs' block sizes are too coarse together, or None."""
@@ -83,6 +85,7 @@ class Bucket:
         merges: whether the specs merge into one; else each layer keeps its own.
         blocks: blocks of one group for one request at the planning context.
         stride_bytes: bytes per layer in a pool block, where all layers have the same; else 0.
+        stages: pipeline stage per entry of ``layers``; empty for one stage.
     """
 
     specs: tuple[KVCacheSpec, ...]
@@ -91,13 +94,25 @@ class Bucket:
     merges: bool
     blocks: int
     stride_bytes: int
+    stages: tuple[int, ...] = ()
 
     def widest_bytes(self, groups: int, strides: Sequence[int]) -> int:
-        """Bytes of the widest of ``groups`` groups."""
+        """Bytes of the widest of ``groups`` groups, on the pipeline stage where it is widest."""
+        if self.stages:
+            return self._widest_on_a_stage(groups, strides)
         if self.stride_bytes:
             return cdiv(len(self.layers), groups) * self.stride_bytes
         own = [strides[index] for index in self.spec_of_layer]
         return max(sum(own[i::groups]) for i in range(groups))
+
+    def _widest_on_a_stage(self, groups: int, strides: Sequence[int]) -> int:
+        widths: dict[tuple[int, int], int] = {}
+        for position, (index, stage) in enumerate(
+            zip(self.spec_of_layer, self.stages, strict=True)
+        ):
+            key = (position % groups, stage)
+            widths[key] = widths.get(key, 0) + (self.stride_bytes or strides[index])
+        return max(widths.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +131,7 @@ class Family:
 
 
 def find_families(
-    kinds: Sequence[LayerKind], page_bytes: int, context: PlanContext, limits: Limits
+    kinds: Sequence[LayerKind], page_bytes: int, context: PlanContext, frame: SearchFrame
 ) -> Iterator[Family]:
     """Every way to form buckets at one page size.
 
@@ -124,7 +139,7 @@ def find_families(
     """
     shared = [kind for kind in kinds if not isinstance(kind.spec, HiddenStateCacheSpec)]
     hidden = [kind for kind in kinds if isinstance(kind.spec, HiddenStateCacheSpec)]
-    options = [block_options(kind, shared, page_bytes, context, limits) for kind in shared]
+    options = [block_options(kind, shared, page_bytes, context, frame) for kind in shared]
     if not options or not all(options):
         return
     seen: set[tuple[Bucket, ...]] = set()
@@ -133,7 +148,7 @@ def find_families(
         if states is None:
             return
         placed, taken = [*shared, *hidden], [*forms, *states]
-        for family in _families_of(placed, taken, context, limits):
+        for family in _families_of(placed, taken, context, frame):
             if family.buckets not in seen:
                 seen.add(family.buckets)
                 yield family
@@ -144,7 +159,7 @@ def block_options(
     kinds: Sequence[LayerKind],
     page_bytes: int,
     context: PlanContext,
-    limits: Limits,
+    frame: SearchFrame,
 ) -> list[KVCacheSpec]:
     """Specs that the kind could take at this page: the default's, block sizes of other kinds that
     it could share a group with, the largest that keeps the lcm, and the largest of all."""
@@ -167,7 +182,7 @@ def block_options(
     if default is not None and not is_padded(default):
         # It fills its page; no other block size takes fewer bytes.
         return list(forms.values())
-    for multiple in _lcm_choices(kind, kinds, page_bytes, limits):
+    for multiple in _lcm_choices(kind, kinds, page_bytes, frame):
         for block in largest_blocks(spec, page_bytes, context, multiple):
             if _may_take(kind, block):
                 add(form_at_block(spec, block, page_bytes))
@@ -198,18 +213,18 @@ def _may_take(kind: LayerKind, block: int) -> bool:
 
 
 def _lcm_choices(
-    kind: LayerKind, kinds: Sequence[LayerKind], page_bytes: int, limits: Limits
+    kind: LayerKind, kinds: Sequence[LayerKind], page_bytes: int, frame: SearchFrame
 ) -> list[int | None]:
     """Token counts whose divisors are tried as block size; None tries any size."""
-    if limits.lcm_tokens is None:
+    if frame.lcm_tokens is None:
         return [None]
     others = [
         form
         for other in kinds
         if other is not kind and (form := unified_form(other.spec, page_bytes)) is not None
     ]
-    base = block_lcm(others) if others else limits.lcm_tokens
-    factor = min(limits.lcm_tokens // base, MAX_LCM_FACTOR)
+    base = block_lcm(others) if others else frame.lcm_tokens
+    factor = min(frame.lcm_tokens // base, MAX_LCM_FACTOR)
     choices: list[int | None] = [base * factor, base] if factor > 1 else [base]
     return [*choices, None]
 
@@ -230,15 +245,15 @@ def _families_of(
     kinds: Sequence[LayerKind],
     forms: Sequence[KVCacheSpec],
     context: PlanContext,
-    limits: Limits,
+    frame: SearchFrame,
 ) -> Iterator[Family]:
     """Buckets as large as possible; where kernel blocks forbid that, also with the draft apart."""
-    lcm_problem = limits.problem(forms)
-    joined = form_buckets(kinds, forms, limits.at_context, apart=False)
+    lcm_problem = frame.problem(forms)
+    joined = form_buckets(kinds, forms, frame, apart=False)
     problem = lcm_problem or _problem(joined, context)
     yield Family(family_name(joined), joined, problem)
     if any(len(bucket.specs) > 1 and not bucket.merges for bucket in joined):
-        apart = form_buckets(kinds, forms, limits.at_context, apart=True)
+        apart = form_buckets(kinds, forms, frame, apart=True)
         if apart != joined:
             yield Family(family_name(apart), apart, lcm_problem or _problem(apart, context))
 
@@ -246,7 +261,7 @@ def _families_of(
 def form_buckets(
     kinds: Sequence[LayerKind],
     forms: Sequence[KVCacheSpec],
-    at_context: PlanContext,
+    frame: SearchFrame,
     apart: bool,
     strict: bool = False,
 ) -> tuple[Bucket, ...]:
@@ -263,7 +278,7 @@ def form_buckets(
     for index, form in enumerate(forms):
         if isinstance(form, HiddenStateCacheSpec):
             for layer in kinds[index].layers:
-                alone.append(_bucket([LayerKind(form, (layer,))], [form], True, at_context))
+                alone.append(_bucket([LayerKind(form, (layer,))], [form], True, frame))
             continue
         for number, bucket in enumerate(members):
             held = [forms[other] for other in bucket]
@@ -281,7 +296,7 @@ def form_buckets(
             members.append([index])
             merges.append(True)
     buckets = [
-        _bucket([kinds[i] for i in bucket], [forms[i] for i in bucket], merged, at_context)
+        _bucket([kinds[i] for i in bucket], [forms[i] for i in bucket], merged, frame)
         for bucket, merged in zip(members, merges, strict=True)
     ]
     return (*buckets, *alone)
@@ -291,17 +306,18 @@ def _bucket(
     kinds: Sequence[LayerKind],
     forms: Sequence[KVCacheSpec],
     merges: bool,
-    at_context: PlanContext,
+    frame: SearchFrame,
 ) -> Bucket:
     placed = sorted((layer, index) for index, kind in enumerate(kinds) for layer in kind.layers)
-    strides = {stride_bytes(form, at_context) for form in forms}
+    strides = {stride_bytes(form, frame.at_context) for form in forms}
     return Bucket(
         specs=tuple(forms),
         layers=tuple(layer for layer, _ in placed),
         spec_of_layer=tuple(index for _, index in placed),
         merges=merges,
-        blocks=max(request_pages(form, at_context) for form in forms),
+        blocks=max(request_pages(form, frame.at_context) for form in forms),
         stride_bytes=strides.pop() if len(strides) == 1 else 0,
+        stages=tuple(frame.stages[layer] for layer, _ in placed) if frame.stages else (),
     )
 
 

@@ -21,7 +21,8 @@ from k3backend.common.errors import InputError, K3Error, PlanError
 from k3backend.common.group_candidates import Candidate, unique_names
 from k3backend.common.group_search import find_candidates, isolated_candidate
 from k3backend.common.grouping_choice import GroupingCandidate, GroupingChoice, PlanWarning
-from k3backend.common.kv_config import layer_spec_runs, pool_block_bytes, request_blocks
+from k3backend.common.kv_capacity import plan_stages
+from k3backend.common.kv_config import layer_spec_runs, request_blocks
 from k3backend.common.kv_groups import kv_tp_replicas, plan_groups
 from k3backend.common.kv_layout import KVCacheLayout
 from k3backend.common.kv_merge import normalize_labels
@@ -53,7 +54,10 @@ class _Rates:
 
 
 def choose_grouping(
-    specs: Mapping[str, KVCacheSpec], context: PlanContext, policy: str = "k3"
+    specs: Mapping[str, KVCacheSpec],
+    context: PlanContext,
+    policy: str = "k3",
+    stages: Mapping[str, int] | None = None,
 ) -> GroupingChoice:
     """Group the layers by a policy. Pure and deterministic.
 
@@ -62,6 +66,7 @@ def choose_grouping(
         context: the deployment; costs are taken at ``context.planning_tokens``.
         policy: "k3" the cheapest grouping, "vllm" the default planner's, "isolate" the draft in
             groups of its own.
+        stages: pipeline stage per layer; a pool block is then that of the widest stage.
 
     Returns:
         The groups, every grouping that was compared, and why this one. Label-only differences and
@@ -73,29 +78,46 @@ def choose_grouping(
     """
     if policy not in ("k3", "vllm", "isolate"):
         raise InputError(f"policy is {policy!r}, expected k3, vllm or isolate; give one of these")
-    default, failure = _default(specs, context)
+    at_stage = _stages(specs, stages)
+    default, failure = _default(specs, context, stages if at_stage else None)
     if policy == "vllm" or not specs:
         if default is None:
             raise failure or PlanError("no grouping was found")
         reason = "the default grouping was asked for"
         return _answer(default, [default], list(default.given), reason, [None])
     if policy == "isolate":
-        return _isolated(specs, context, default)
+        return _isolated(specs, context, default, at_stage)
     if default is not None:
         settled = _leave_alone(default, context)
         if settled is not None:
             return _answer(default, [default], list(default.given), settled, [None])
-    return _cheapest(specs, context, default, failure)
+    return _cheapest(specs, context, default, failure, at_stage)
+
+
+def _stages(specs: Mapping[str, KVCacheSpec], stages: Mapping[str, int] | None) -> tuple[int, ...]:
+    """Pipeline stage per layer in order; empty where all are on one.
+
+    Raises:
+        PlanError: a layer has no stage.
+    """
+    if stages is None or len(set(stages.values())) < 2:
+        return ()
+    for name in specs:
+        if name not in stages:
+            raise PlanError(f"layer {name} has no pipeline stage; give each layer one", name)
+    return tuple(stages[name] for name in specs)
 
 
 def _default(
-    specs: Mapping[str, KVCacheSpec], context: PlanContext
+    specs: Mapping[str, KVCacheSpec],
+    context: PlanContext,
+    stages: Mapping[str, int] | None,
 ) -> tuple[Candidate | None, K3Error | None]:
     """vLLM's own grouping, or why there is none."""
     at_context = context.with_max_model_len(context.planning_tokens)
     try:
         groups = plan_groups(specs, context)
-        return given_candidate(DEFAULT_NAME, groups, specs, at_context), None
+        return given_candidate(DEFAULT_NAME, groups, specs, at_context, stages), None
     except K3Error as error:
         return None, error
 
@@ -105,9 +127,11 @@ def given_candidate(
     groups: Sequence[KVCacheGroupSpec],
     specs: Mapping[str, KVCacheSpec],
     at_context: PlanContext,
+    stages: Mapping[str, int] | None = None,
 ) -> Candidate:
     """Groups that somebody else formed, with their numbers."""
-    block_bytes = pool_block_bytes(groups, at_context)
+    cut = plan_stages(groups, at_context, stages)
+    block_bytes = max((stage.block_bytes for stage in cut), default=0)
     used = sum(
         len(names) * spec.page_size_bytes
         for group in groups
@@ -160,11 +184,12 @@ def _cheapest(
     context: PlanContext,
     default: Candidate | None,
     failure: K3Error | None,
+    stages: tuple[int, ...],
 ) -> GroupingChoice:
     rates = _Rates.from_environment()
     declared, shards = declare_shards(specs)
     repaired, labels = normalize_labels(declared)
-    found = find_candidates(repaired, context, default, rates.cost)
+    found = find_candidates(repaired, context, default, rates.cost, stages)
     candidates = unique_names(found if default is None else [default, *found])
     usable = [candidate for candidate in candidates if candidate.problem is None]
     if not usable:
@@ -215,10 +240,13 @@ def _is_eligible(candidate: Candidate, yardstick: Candidate, rates: _Rates) -> b
 
 
 def _isolated(
-    specs: Mapping[str, KVCacheSpec], context: PlanContext, default: Candidate | None
+    specs: Mapping[str, KVCacheSpec],
+    context: PlanContext,
+    default: Candidate | None,
+    stages: tuple[int, ...],
 ) -> GroupingChoice:
     """The draft in groups of its own; the default where there is no draft, or no target."""
-    isolated = isolated_candidate(specs, context)
+    isolated = isolated_candidate(specs, context, stages)
     if isolated is None:
         if default is None:
             # Says why, in the planner's words.
@@ -358,19 +386,28 @@ def _unplannable(
 
 
 def candidate_groups(
-    specs: Mapping[str, KVCacheSpec], context: PlanContext
+    specs: Mapping[str, KVCacheSpec],
+    context: PlanContext,
+    stages: Mapping[str, int] | None = None,
 ) -> dict[str, list[KVCacheGroupSpec]]:
-    """The groups of every candidate of policy "k3" by name, for a look at other lengths.
+    """The groups of every candidate of policy "k3" that could be used, by name, and vLLM's default.
+
+    For a look at other lengths than the planning context. Arguments as :func:`choose_grouping`.
 
     Raises:
         PlanError: as :func:`choose_grouping`.
     """
-    choice = choose_grouping(specs, context)
-    default, _ = _default(specs, context)
+    choice = choose_grouping(specs, context, "k3", stages)
+    at_stage = _stages(specs, stages)
+    default, _ = _default(specs, context, stages if at_stage else None)
     if default is not None and len(choice.candidates) == 1:
         return {default.name: choice.groups}
     rates = _Rates.from_environment()
     repaired, _ = normalize_labels(declare_shards(specs)[0])
-    found = find_candidates(repaired, context, default, rates.cost)
+    found = find_candidates(repaired, context, default, rates.cost, at_stage)
     candidates = unique_names(found if default is None else [default, *found])
-    return {candidate.name: candidate.build(list(specs)) for candidate in candidates}
+    return {
+        candidate.name: candidate.build(list(specs))
+        for candidate in candidates
+        if candidate.problem is None or candidate is default
+    }

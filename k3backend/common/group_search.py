@@ -31,7 +31,7 @@ from k3backend.common.group_candidates import (
 )
 from k3backend.common.group_families import (
     Family,
-    Limits,
+    SearchFrame,
     block_lcm,
     find_families,
     form_buckets,
@@ -58,6 +58,7 @@ def find_candidates(
     context: PlanContext,
     default: Candidate | None,
     cost: Callable[[Candidate], float],
+    stages: tuple[int, ...] = (),
 ) -> list[Candidate]:
     """Every grouping worth a look besides vLLM's default.
 
@@ -65,16 +66,17 @@ def find_candidates(
         specs: spec per layer, labels and shards repaired.
         default: vLLM's grouping; None where it cannot plan.
         cost: what the policy minimises.
+        stages: pipeline stage of every layer, in order; empty for one stage.
     Returns:
         Candidates with their problems: of each usable family the useful widths, of the others the
         one that would have been cheapest.
     """
     kinds = layer_kinds(specs.values())
-    limits = _limits(kinds, context, default)
+    frame = _frame(kinds, context, default, stages)
     found: list[Candidate] = []
     refused: list[Candidate] = []
     for page_bytes in _page_sizes(kinds):
-        for family in find_families(kinds, page_bytes, context, limits):
+        for family in find_families(kinds, page_bytes, context, frame):
             dealt = deal_widths(family, context)
             if family.problem is None:
                 found += dealt
@@ -83,10 +85,10 @@ def find_candidates(
     found = [*best_of_each_name(found), *best_of_each_name(refused)]
     if default is not None:
         found = [candidate for candidate in found if not _is_default(candidate, default)]
-    plain = isolated_candidate(specs, context, quiet=True)
+    plain = isolated_candidate(specs, context, stages, quiet=True)
     if plain is None:
         return found
-    problem = plain.problem or limits.problem(plain.specs())
+    problem = plain.problem or frame.problem(plain.specs())
     if problem is None and not _has_foreign_draft(kinds):
         problem = MLA_DRAFT_STAYS
     plain = replace(plain, problem=problem)
@@ -109,18 +111,23 @@ def _page_sizes(kinds: Sequence[LayerKind]) -> list[int]:
     return list(dict.fromkeys(max(pages) for pages in (every, target) if pages))
 
 
-def _limits(kinds: Sequence[LayerKind], context: PlanContext, default: Candidate | None) -> Limits:
+def _frame(
+    kinds: Sequence[LayerKind],
+    context: PlanContext,
+    default: Candidate | None,
+    stages: tuple[int, ...],
+) -> SearchFrame:
     """The lcm to keep: the default grouping's; the target's own where there is no default."""
     at_context = context.with_max_model_len(context.planning_tokens)
     if not context.prefix_caching:
-        return Limits(None, None, at_context)
+        return SearchFrame(None, None, at_context, stages)
     if default is not None:
         held = [spec for group in default.given for spec in iter_layer_specs(group.kv_cache_spec)]
     else:
         sides = [kind for kind in kinds if not kind.is_draft] or list(kinds)
         page_bytes = max(kind.spec.page_size_bytes for kind in sides)
         held = [unified_form(kind.spec, page_bytes) or kind.spec for kind in sides]
-    return Limits(block_lcm(held), block_lcm(held, context.dcp_size), at_context)
+    return SearchFrame(block_lcm(held), block_lcm(held, context.dcp_size), at_context, stages)
 
 
 def _has_foreign_draft(kinds: Sequence[LayerKind]) -> bool:
@@ -137,7 +144,10 @@ def _has_foreign_draft(kinds: Sequence[LayerKind]) -> bool:
 
 
 def isolated_candidate(
-    specs: Mapping[str, KVCacheSpec], context: PlanContext, quiet: bool = False
+    specs: Mapping[str, KVCacheSpec],
+    context: PlanContext,
+    stages: tuple[int, ...] = (),
+    quiet: bool = False,
 ) -> Candidate | None:
     """The plain rule: target as by default, draft apart in blocks that divide the target's.
 
@@ -145,6 +155,7 @@ def isolated_candidate(
     that its backend takes; the groups are as wide as the target's default groups.
 
     Args:
+        stages: pipeline stage of every layer, in order; empty for one stage.
         quiet: give None instead of raising where the draft does not fit.
     Returns:
         None where there is no draft, or no target.
@@ -181,7 +192,8 @@ def isolated_candidate(
             forms[index] = form
     at_context = context.with_max_model_len(context.planning_tokens)
     ordered = [forms[index] for index in range(len(kinds))]
-    buckets = form_buckets(kinds, ordered, at_context, apart=True, strict=True)
+    frame = SearchFrame(None, None, at_context, stages)
+    buckets = form_buckets(kinds, ordered, frame, apart=True, strict=True)
     family = Family(ISOLATE_NAME, buckets, layout_problem(buckets, context))
     counts = [len(bucket.layers) for bucket in buckets if not bucket.specs[0].is_draft]
     width = min(counts)

@@ -157,7 +157,7 @@ def make_plan(
     """
     if policy not in POLICIES:
         raise InputError(f"policy is {policy!r}, expected one of {', '.join(POLICIES)}")
-    choice = choose_grouping(specs, context, policy)
+    choice = choose_grouping(specs, context, policy, stages)
     groups = choice.groups
     check_partition(groups, specs)
     stage_plans = plan_stages(groups, context, stages, available_bytes)

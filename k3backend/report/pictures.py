@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from k3backend.common.block_forms import real_page_bytes
 from k3backend.common.errors import InputError
-from k3backend.common.kv_config import layer_spec_runs, pool_block_bytes, request_blocks
+from k3backend.common.kv_capacity import plan_stages
+from k3backend.common.kv_config import layer_spec_runs, request_blocks
 from k3backend.common.kv_spec import KVCacheGroupSpec, KVCacheSpec
 from k3backend.common.plan_context import PlanContext
 
@@ -101,6 +102,7 @@ def context_curves(
     chosen: str,
     context: PlanContext,
     also: Sequence[str] = (),
+    stages: Mapping[str, int] | None = None,
 ) -> tuple[Curve, ...]:
     """Bytes of one request under the groupings, from short requests to the longest.
 
@@ -108,6 +110,7 @@ def context_curves(
         groupings: groups by name.
         chosen: the name of the one that the plan uses; it comes first.
         also: names to show in any case.
+        stages: pipeline stage per layer; the widest stage's pool block counts.
     Returns:
         The chosen one, vLLM's default and the plain rule where there are any, then those that are
         cheapest somewhere; ``MAX_CURVES`` at most.
@@ -115,7 +118,8 @@ def context_curves(
     tokens = _lengths(context.max_model_len)
     curves = {}
     for name, groups in groupings.items():
-        block_bytes = pool_block_bytes(groups, context)
+        cut = plan_stages(groups, context, stages)
+        block_bytes = max((stage.block_bytes for stage in cut), default=0)
         needed = tuple(block_bytes * sum(request_blocks(groups, context, at)) for at in tokens)
         curves[name] = Curve(name, len(groups), tokens, needed, name == chosen)
     wins = dict.fromkeys(curves, 0)

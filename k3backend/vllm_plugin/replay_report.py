@@ -57,7 +57,7 @@ class ReplaySettings:
 
 @dataclass(slots=True)
 class ReplayReport:
-    """What one layout did with a trace. Times are host microseconds, measured on this machine.
+    """What one layout did with a trace. Times are microseconds of processor time on this host.
 
     Attributes:
         groups: per group: kind, layers, block_size, blocks held at the peak, and the mean blocks

@@ -20,6 +20,7 @@ from k3backend.common.errors import K3Error
 from k3backend.common.group_policy import choose_grouping
 from k3backend.common.kv_config import pool_block_bytes, request_bytes
 from k3backend.common.kv_groups import check_partition, plan_groups
+from k3backend.common.kv_plan import make_plan
 from k3backend.common.kv_spec import (
     FullAttentionSpec,
     KVCacheGroupSpec,
@@ -87,6 +88,31 @@ def test_never_above_the_default_on_random_models(first: int) -> None:
         if context.prefix_caching and default:
             assert lcm_of(choice.groups) <= lcm_of(default), f"seed {seed}"
     assert planned > SEEDS_PER_BATCH // 2
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, 2 * SEEDS_PER_BATCH))
+def test_never_above_the_default_on_two_stages(first: int) -> None:
+    """A pool block is then that of the widest stage, for both policies."""
+    planned = 0
+    for seed in range(first, first + SEEDS_PER_BATCH):
+        try:
+            file = parse_spec_document(random_document(seed), f"seed {seed}")
+            names = list(file.specs)
+            stages = {name: int(2 * i >= len(names)) for i, name in enumerate(names)}
+            context = file.context.with_max_model_len(file.context.planning_tokens)
+            default = make_plan(file.specs, context, "vllm", stages)
+        except K3Error:
+            continue
+        ours = make_plan(file.specs, context, "k3", stages)
+        (chosen,) = [c for c in ours.candidates if c.chosen]
+        assert chosen.block_bytes == ours.block_bytes
+        assert chosen.request_bytes == ours.request.bytes
+        costs = [
+            plan.request.bytes * (1 + GROUP_COST * len(plan.groups)) for plan in (ours, default)
+        ]
+        assert costs[0] <= costs[1] * (1 + 1e-12), f"seed {seed}"
+        planned += 1
+    assert planned > SEEDS_PER_BATCH // 3
 
 
 def small_model(seed: int) -> tuple[dict[str, KVCacheSpec], PlanContext]:

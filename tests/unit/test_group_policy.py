@@ -351,6 +351,19 @@ def test_pipeline_stages_stay_balanced() -> None:
         assert all(max(counts) - min(counts) <= 1 for counts in kda)
 
 
+def test_stages_count_in_the_cost() -> None:
+    """With two stages the draft's stage is 18 pages wide anyway, so KDA needs two groups only."""
+    specs, context = k3_layers(8, "mla"), k3_context(8, pp_size=2)
+    stages = {name: int(i >= 47) for i, name in enumerate(specs)}
+    ours = make_plan(specs, context, "k3", stages)
+    default = make_plan(specs, context, "vllm", stages)
+    assert [stage.block_bytes // 884_736 for stage in ours.stages] == [18, 18]
+    assert (len(ours.groups), len(default.groups)) == (3, 4)
+    assert ours.request.bytes < default.request.bytes
+    with pytest.raises(PlanError, match="no pipeline stage"):
+        choose_grouping(specs, context, "k3", {"draft.0": 1, "draft.1": 0})
+
+
 def test_dcp_replicated_draft_is_never_worse_than_the_default() -> None:
     specs = k3_layers(8, "mla", dcp_sharded=False)
     context = k3_context(8, dcp_size=8)
