@@ -345,7 +345,7 @@ def _shard_warning(
     context: PlanContext,
     chosen: Candidate,
 ) -> PlanWarning:
-    message = shard_sentence(repair)
+    message = shard_sentence(repair, specs)
     if chosen.family is None:
         return PlanWarning("undeclared-shards", f"{message}; the grouping does not depend on it")
     before = kv_tp_replicas(_singles(specs), context)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from k3backend.common.block_forms import real_page_bytes, side_of
+from k3backend.common.block_forms import is_mla, real_page_bytes, side_of
 from k3backend.common.grouping_choice import PlanWarning
 from k3backend.common.kv_config import layer_spec_runs, pool_block_bytes, request_blocks
 from k3backend.common.kv_merge import LabelReport, normalize_labels
@@ -20,7 +20,7 @@ from k3backend.common.kv_spec import (
     iter_layer_specs,
 )
 from k3backend.common.plan_context import PlanContext
-from k3backend.common.shard_repair import ShardRepair, declare_shards
+from k3backend.common.shard_repair import ShardRepair, undeclared_shards
 
 PADDING_SHARE = 0.10
 """Above this share of a request's bytes, padding is reported."""
@@ -90,15 +90,19 @@ def label_warning(report: LabelReport, specs: Mapping[str, KVCacheSpec]) -> Plan
     return PlanWarning("label-alias", f"{side_of(specs[report.layer_names[0]])}.{report.message}")
 
 
-def shard_sentence(repair: ShardRepair) -> str:
-    """Which layers leave ``max_tp_shards`` out."""
+def shard_sentence(repair: ShardRepair, specs: Mapping[str, KVCacheSpec]) -> str:
+    """Which layers leave ``max_tp_shards`` out, and what is known all the same."""
     side = "draft" if repair.is_draft else "target"
     layers = repair.layer_names
     named = layers[0] if len(layers) == 1 else f"{len(layers)} layers ({layers[0]}, …)"
-    return (
+    declared = getattr(specs[repair.declared_by], "max_tp_shards", None)
+    sentence = (
         f"{side}.max_tp_shards is not declared (None) by {named} while {repair.declared_by} "
-        "declares 1; an MLA cache is the same on every rank"
+        f"declares {declared}"
     )
+    if is_mla(specs[layers[0]]):
+        return f"{sentence}; an MLA cache is the same on every rank"
+    return f"{sentence}; without it such layers count as not replicated"
 
 
 def _labels(plan: _Measured) -> list[PlanWarning]:
@@ -120,10 +124,10 @@ def _shards(plan: _Measured) -> list[PlanWarning]:
     return [
         PlanWarning(
             "undeclared-shards",
-            f"{shard_sentence(repair)}, but vLLM's default keeps such layers apart: declare it, or "
-            "plan with policy k3",
+            f"{shard_sentence(repair, plan.specs)}; vLLM's default keeps such layers apart, "
+            "declare it in the model",
         )
-        for repair in declare_shards(plan.specs)[1]
+        for repair in undeclared_shards(plan.specs)
     ]
 
 

@@ -18,7 +18,7 @@ from k3backend.common.kv_spec import AttentionSpec, KVCacheSpec
 
 @dataclass(frozen=True, slots=True)
 class ShardRepair:
-    """One kind of layer whose ``max_tp_shards`` was filled in.
+    """One kind of layer whose ``max_tp_shards`` is missing, or was filled in.
 
     Attributes:
         is_draft: which side the layers are on.
@@ -67,6 +67,34 @@ def declare_shards(
         for (spec, is_draft), names in layers.items()
     ]
     return result, repairs
+
+
+def undeclared_shards(specs: Mapping[str, KVCacheSpec]) -> list[ShardRepair]:
+    """Layers that differ from others only in leaving ``max_tp_shards`` out, MLA or not.
+
+    What :func:`declare_shards` fills in is among them.
+    """
+    first_layer: dict[KVCacheSpec, str] = {}
+    for name, spec in specs.items():
+        first_layer.setdefault(spec, name)
+    declared = [spec for spec in first_layer if _shards(spec) is not None]
+    partner_of: dict[KVCacheSpec, str] = {}
+    for spec in first_layer:
+        if not isinstance(spec, AttentionSpec) or spec.max_tp_shards is not None:
+            continue
+        for other in declared:
+            filled = replace(spec, max_tp_shards=_shards(other))
+            if type(other) is type(spec) and _merge_but_for_labels(filled, other):
+                partner_of[spec] = first_layer[other]
+                break
+    layers: dict[tuple[KVCacheSpec, bool], list[str]] = {}
+    for name, spec in specs.items():
+        if spec in partner_of:
+            layers.setdefault((spec, spec.is_draft), []).append(name)
+    return [
+        ShardRepair(is_draft, tuple(names), partner_of[spec])
+        for (spec, is_draft), names in layers.items()
+    ]
 
 
 def _merge_but_for_labels(left: KVCacheSpec, right: KVCacheSpec) -> bool:

@@ -49,6 +49,27 @@ def test_undeclared_shards_are_named_under_every_policy() -> None:
     assert "undeclared-shards" not in warnings(k3_layers(8, "mla"), k3_context(8), "vllm")
 
 
+def test_undeclared_shards_of_other_caches_are_named_and_not_guessed() -> None:
+    plain = FullAttentionSpec(
+        block_size=16,
+        num_kv_heads=1,
+        head_size=64,
+        dtype="bfloat16",  # type: ignore[arg-type]
+        max_tp_shards=4,
+    )
+    silent = replace(plain, max_tp_shards=None, is_draft=True)
+    specs: dict[str, KVCacheSpec] = {"a": plain, "b": plain, "draft.0": silent}
+    context = PlanContext(tp_size=8, max_model_len=4096)
+    plan = make_plan(specs, context)
+    assert plan.kv_tp_replicas == 1
+    assert len(plan.groups) == 1
+    (warning,) = plan.warnings
+    assert warning.code == "undeclared-shards"
+    assert "draft.max_tp_shards is not declared (None) by draft.0 while a declares 4" in (
+        warning.message
+    )
+
+
 def test_label_aliases_are_named_under_every_policy() -> None:
     specs = k3_layers(8, "mla", cache_dtype_str="fp8_e4m3")
     for policy in ("k3", "vllm"):
