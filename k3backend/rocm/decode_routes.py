@@ -190,7 +190,7 @@ def _choose(
     elif without_row:
         sizes = " or ".join(map(str, without_row))
         lse_part = " with LSE" if lse else ""
-        why = f"no {_mode(masked, cprr, q_len)} row{lse_part} for {sizes} heads x {q_len}"
+        why = f"no {_mode(masked, cprr, q_len)} row{lse_part} for {sizes} heads x {q_len} tokens"
     else:
         why = f"no kernel above {PADDED_HEADS[-1]} heads"
     return _folded(*point, f"AITER {table.version}, {q_dtype}/{kv_dtype}, {arch}: {why}")
@@ -241,7 +241,7 @@ def _mode(masked: bool, cprr: bool, q_len: int) -> str:
         return "causal across DCP ranks"
     if masked:
         return "causal"
-    return "one token" if q_len == 1 else "non-causal"
+    return "single-token" if q_len == 1 else "non-causal"
 
 
 def _times(count: int) -> str:
