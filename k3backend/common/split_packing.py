@@ -10,10 +10,10 @@ split`` once it is cut. The steps:
 1. `find_payload`: bisect the smallest payload ``T`` (quarters per worker) at which the workers
    could hold all items if leftovers packed without loss. An item that fits in ``T`` stays whole; a
    larger one becomes *heads* that fill one worker each and a *rest*.
-2. `pack`: rests and whole items go, largest first, to the worker they fit most tightly. This is
-   done in rounds in which a worker takes at most one item, so that a device can match a whole
-   round at once. What the first rounds leave (many small items) is laid along the free space in
-   one pass, and items that straddle two workers get two more rounds.
+2. `pack`: rests and whole items go, largest first, to the worker they fit most tightly, in rounds
+   in which a worker takes at most one item and which a device can match at once. What the first
+   rounds leave (many small items) is laid along the free space in one pass, and items that
+   straddle two workers get two more rounds.
 3. `_fill`: items that fit nowhere whole are laid along the free space, raised to the lowest level
    that holds them, and cut where the line passes from one worker to the next.
 4. `_spread_heads`: workers that are still idle take a share of the heads.
@@ -35,11 +35,11 @@ IntArray = npt.NDArray[np.int64]
 
 QUARTERS = 4
 """Cost units per tile."""
-SLACK_CANDIDATES = 8
-"""Payloads tried: candidate c adds max(c, T * c // 256) quarters, that is up to 2.7 %."""
+SLACK_CANDIDATES = 6
+"""Payloads tried: candidate c adds max(c, T * c // 256) quarters, that is up to 2 %."""
 CANDIDATES = SLACK_CANDIDATES + 1
 """The last candidate is the wrap-around."""
-FIRST_ROUNDS = 4
+FIRST_ROUNDS = 10
 LAST_ROUNDS = 2
 
 
@@ -173,22 +173,31 @@ class _Bin:
 def _match_rounds(pending: list[_Item], bins: list[_Bin], rounds: int) -> list[_Item]:
     """Best-fit rounds; returns the items that stay unplaced, in their order.
 
-    In a round the items come in order and each takes the bin that it fits most tightly (the lower
-    number of equals) among those that took none in this round.
+    In a round the bins stand in order of free space, widest first, and an item fits the first few
+    of them. Items that fit equally many take turns at the tightest of these, and stop before the
+    bins that a larger item fits. So no two items ever want the same bin, and a round can be matched
+    in parallel.
     """
     for _ in range(rounds):
-        open_bins = sorted((item.free, number) for number, item in enumerate(bins))
-        if not open_bins or not pending or pending[-1].cost > open_bins[-1][0]:
+        line = sorted(((item.free, number) for number, item in enumerate(bins)), reverse=True)
+        if not line or not pending or pending[-1].cost > line[0][0]:
             break
+        keys = [-free for free, _ in line]
         unplaced = []
+        floor, fitting, turn = 0, 0, 0
         for item in pending:
-            at = bisect.bisect_left(open_bins, (item.cost, -1))
-            if at == len(open_bins):
+            fits = bisect.bisect_right(keys, -item.cost)
+            if fits == fitting:
+                turn += 1
+            else:
+                floor, fitting, turn = fitting, fits, 0
+            at = fitting - 1 - turn
+            if at < floor:
                 unplaced.append(item)
                 continue
-            _, number = open_bins.pop(at)
-            bins[number].free -= item.cost
-            bins[number].placed.append((item, 0, item.tiles, 0))
+            bin_ = bins[line[at][1]]
+            bin_.free -= item.cost
+            bin_.placed.append((item, 0, item.tiles, 0))
         pending = unplaced
     return pending
 
@@ -328,13 +337,14 @@ def choose(problem: Problem, scores: list[tuple[int, int] | None]) -> int:
     """Index of the candidate to use, of scores (makespan in quarters, pieces) or None.
 
     The fewest pieces among the candidates within 1/64 of the best makespan, as far as that stays
-    within 3 % of the lower bound; then the shorter makespan, then the smaller slack.
+    within 3 % of the lower bound; then the shorter makespan, then the smaller slack. Fewer pieces
+    than workers are no gain.
     """
     best = min(score[0] for score in scores if score is not None)
     bound = problem.lower_bound
     limit = max(best, min(best + best // 64, bound + 3 * bound // 100))
     ranked = [
-        (score[1], score[0], candidate)
+        (max(score[1], problem.workers), score[0], candidate)
         for candidate, score in enumerate(scores)
         if score is not None and score[0] <= limit
     ]

@@ -82,6 +82,9 @@ from k3backend.common.split_packing import QUARTERS, IntArray, Packed, Problem, 
 WORK_FIELDS = 6
 """Columns of ``work``: request, row_tile, kv_start, kv_end, slot, split index."""
 MAX_KV_TOKENS = 2**31 - 1
+MAX_COST_TILES = 1024
+MAX_TOTAL_TILES = 2**28
+"""Tiles of all items together, so that the device planner's sums of quarters fit 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +102,10 @@ class SplitCost:
     def __post_init__(self) -> None:
         for name in ("piece_tiles", "split_tiles"):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not 0 <= value <= 1024:
-                raise InputError(f"{name}: expected tiles from 0 to 1024, got {value!r}")
+            if not isinstance(value, (int, float)) or not 0 <= value <= MAX_COST_TILES:
+                raise InputError(
+                    f"{name}: expected tiles from 0 to {MAX_COST_TILES}, got {value!r}"
+                )
             if value * QUARTERS != int(value * QUARTERS):
                 raise InputError(
                     f"{name}: expected a multiple of 1/{QUARTERS} tile, got {value!r}; round it, "
@@ -240,11 +245,17 @@ def plan_splits(
     _check_counts(
         requests=len(lens), row_tiles=row_tiles, num_workers=num_workers, tile_tokens=tile_tokens
     )
+    tiles = -(-lens // tile_tokens)
+    if int(tiles.sum()) * row_tiles > MAX_TOTAL_TILES:
+        raise InputError(
+            f"kv_lens: expected at most {MAX_TOTAL_TILES} tiles in all, got "
+            f"{int(tiles.sum()) * row_tiles} ({row_tiles} row tiles); plan fewer requests at a time"
+        )
     cost = SplitCost() if cost is None else cost
     if not isinstance(cost, SplitCost):
         raise InputError(f"cost: expected a SplitCost, got {cost!r}")
     problem = Problem(
-        tiles=-(-lens // tile_tokens),
+        tiles=tiles,
         row_tiles=row_tiles,
         workers=num_workers,
         piece=cost.piece_quarters,
@@ -303,7 +314,7 @@ def xcd_order(num_workers: int, num_xcds: int = 8, row_tiles: int = 1) -> npt.ND
     return order
 
 
-def _check_counts(requests: int = 0, **counts: int) -> None:
+def _check_counts(*, requests: int = 0, **counts: int) -> None:
     for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
             raise InputError(f"{name}: expected an integer of at least 1, got {value!r}")

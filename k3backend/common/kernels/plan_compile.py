@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import triton
-
-from k3backend.common.kernels.split_plan_device import split_plan_kernel
+from k3backend.common.kernels.split_plan_device import launch_constants, split_plan_kernel
 from k3backend.common.kernels.static_compile import KernelRequest
 from k3backend.common.split_plan import SplitCost
 
@@ -19,18 +17,13 @@ def plan_request(
         workers: persistent workgroups.
         row_tiles: row tiles of a request. rows: of one partial, for the plan's cost.
     """
-    cost = SplitCost.derived(rows)
-    items = max(16, triton.next_power_of_2(requests * row_tiles))
-    constants = {
-        "ROW_TILES": row_tiles,
-        "WORKERS": workers,
-        "TILE_TOKENS": 64,
-        "PIECE": cost.piece_quarters,
-        "SPLIT": cost.split_quarters,
-        "REQUESTS": max(16, triton.next_power_of_2(requests)),
-        "ITEMS": items,
-        "BINS": max(16, triton.next_power_of_2(workers)),
-    }
+    constants, num_warps = launch_constants(
+        requests,
+        row_tiles=row_tiles,
+        num_workers=workers,
+        tile_tokens=64,
+        cost=SplitCost.derived(rows),
+    )
     names = split_plan_kernel.arg_names
     return KernelRequest(
         name=f"plan {requests} requests",
@@ -42,6 +35,6 @@ def plan_request(
         },
         constants=constants,
         aligned=tuple(name for name in names if name.endswith("_ptr")),
-        options={"num_warps": 4 if items <= 1024 else 8},
+        options={"num_warps": num_warps},
         expected=None,
     )
