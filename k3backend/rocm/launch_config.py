@@ -42,6 +42,17 @@ def decode_launch(
     )
 
 
+def workgroups_per_cu(rows: int, *, q_dtype: DtypeName = "fp8", arch: str = "gfx950") -> int:
+    """Workgroups of the decode that one compute unit holds, so that one computes as one loads.
+
+    Two where a lane takes at most 256 registers (two waves per SIMD): for fp8 tiles of 16 rows, 242
+    on gfx950 (261 on gfx942), and of 32 rows, 212 (218). LDS allows more everywhere.
+    """
+    tile = decode_launch(rows, q_dtype=q_dtype, arch=arch).tile_rows
+    fits = (16, 32) if arch == "gfx950" else (32,)
+    return 2 if q_dtype == "fp8" and tile in fits else 1
+
+
 def _row_groups(rows: int, q_dtype: DtypeName, arch: str) -> tuple[int, int]:
     """The groups that read the KV least often, and of those the ones with the fewest rows."""
     # A bfloat16 query takes twice the registers: its 128 rows spill 82 even at 16 keys a step. On

@@ -13,7 +13,7 @@ from k3backend.common.balanced_mla import BalancedMla
 from k3backend.common.decode_checks import MAX_PLANNED_REQUESTS, shape_problems
 from k3backend.common.launch_config import DtypeName, LaunchConfig
 from k3backend.rocm.aiter_capabilities import ARCHS
-from k3backend.rocm.launch_config import decode_launch
+from k3backend.rocm.launch_config import decode_launch, workgroups_per_cu
 
 INTERPRETER_WORKERS = 8
 FP8_DTYPES = {"gfx950": torch.float8_e4m3fn, "gfx942": torch.float8_e4m3fnuz}
@@ -26,7 +26,7 @@ def gpu_arch(device: torch.device | str) -> str:
     if found.type != "cuda":
         return ARCHS[0]
     properties = torch.cuda.get_device_properties(found)
-    return str(getattr(properties, "gcnArchName", properties.name)).split(":")[0]
+    return str(getattr(properties, "gcnArchName", "") or properties.name).split(":")[0]
 
 
 def supports(heads: int, q_len: int, device: torch.device | str = "cuda") -> bool:
@@ -39,44 +39,55 @@ def max_planned_requests(heads: int, q_len: int) -> int:
     return 0 if shape_problems(heads, q_len) else MAX_PLANNED_REQUESTS
 
 
-def max_active_workers(device: torch.device | str | None = None) -> int:
-    """Persistent workgroups: one per compute unit, 256 on MI355X, 304 on MI300X.
+def max_active_workers(
+    device: torch.device | str | None = None, rows: int = 128, q_dtype: DtypeName = "fp8"
+) -> int:
+    """Persistent workgroups that run at the same time: on MI355X 256, on MI300X 304, or twice that.
 
     Args:
         device: None is the current device, or the CPU where there is none.
+        rows, q_dtype: heads x query tokens; few fp8 rows take few registers, so that two
+            workgroups share a compute unit.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     found = torch.device(device)
     if found.type != "cuda":
         return INTERPRETER_WORKERS
-    return int(torch.cuda.get_device_properties(found).multi_processor_count)
+    units = int(torch.cuda.get_device_properties(found).multi_processor_count)
+    return units * workgroups_per_cu(rows, q_dtype=q_dtype, arch=gpu_arch(found))
 
 
 def work_list_len(heads: int, q_len: int, max_requests: int, workers: int | None = None) -> int:
     """int32 entries of ``work`` for any dtype; ``workers`` None is ``max_active_workers()``."""
-    workers = max_active_workers() if workers is None else workers
     rows = heads * q_len
     return max(
-        balanced_mla.work_list_len(config.row_tiles(rows), max_requests, workers)
-        for config in _configs(rows)
+        balanced_mla.work_list_len(
+            config.row_tiles(rows),
+            max_requests,
+            max_active_workers(None, rows, q_dtype) if workers is None else workers,
+        )
+        for q_dtype, config in _configs(rows)
     )
 
 
 def workspace_bytes(heads: int, q_len: int, max_requests: int, workers: int | None = None) -> int:
     """Bytes of ``workspace`` for any dtype; ``workers`` None is ``max_active_workers()``."""
-    workers = max_active_workers() if workers is None else workers
     rows = heads * q_len
     return max(
         balanced_mla.workspace_bytes(
-            config.slot_rows(rows), config.row_tiles(rows), max_requests, workers
+            config.slot_rows(rows),
+            config.row_tiles(rows),
+            max_requests,
+            max_active_workers(None, rows, q_dtype) if workers is None else workers,
         )
-        for config in _configs(rows)
+        for q_dtype, config in _configs(rows)
     )
 
 
-def _configs(rows: int) -> tuple[LaunchConfig, LaunchConfig]:
-    return decode_launch(rows, q_dtype="fp8"), decode_launch(rows, q_dtype="bf16")
+def _configs(rows: int) -> list[tuple[DtypeName, LaunchConfig]]:
+    names: tuple[DtypeName, ...] = ("fp8", "bf16")
+    return [(name, decode_launch(rows, q_dtype=name)) for name in names]
 
 
 class KvBalancedMla(BalancedMla):
@@ -99,7 +110,7 @@ class KvBalancedMla(BalancedMla):
         """See `BalancedMla`.
 
         Args:
-            workers: None is ``max_active_workers(device)``.
+            workers: None is ``max_active_workers`` of the device and shape.
             arch: None is the device's; the interpreter also plays "gfx942".
         """
         self.arch = gpu_arch(device) if arch is None else arch
@@ -109,7 +120,9 @@ class KvBalancedMla(BalancedMla):
             max_requests,
             causal,
             device,
-            workers=max_active_workers(device) if workers is None else workers,
+            workers=max_active_workers(device, heads * q_len, q_dtype)
+            if workers is None
+            else workers,
             q_dtype=q_dtype,
             fp8_dtype=FP8_DTYPES.get(self.arch, torch.float8_e4m3fn),
         )
