@@ -24,11 +24,14 @@ from k3backend.common.decode_checks import (
 from k3backend.common.decode_counters import device_counter
 from k3backend.common.errors import InputError, UnsupportedDecodeError
 from k3backend.common.launch_config import DtypeName, LaunchConfig
+from k3backend.common.split_packing import CANDIDATES
 from k3backend.common.split_plan import WORK_FIELDS, SplitCost, max_items, max_slots, plan_splits
 
 VALUE_DIM = 512
 PLAN_TILE_TOKENS = 64
 INDPTR_ALIGNMENT = 8
+PLAN_SCRATCH = 2 * CANDIDATES + 1
+"""int32 entries that the device planner needs, zero before its first launch."""
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
@@ -119,7 +122,9 @@ class BalancedMla:
         self.row_tiles = config.row_tiles(self.rows)
         self.slot_rows = config.slot_rows(self.rows)
         self.cost = SplitCost.derived(self.slot_rows)
-        self._plan_scratch: torch.Tensor | None = None
+        # Allocated now, because neither may happen inside graph capture.
+        self._plan_scratch = torch.zeros(PLAN_SCRATCH, dtype=torch.int32, device=self.device)
+        self._counter = device_counter(self.platform, self.device)
 
     def launch_config(self, q_dtype: DtypeName, kv_dtype: DtypeName) -> LaunchConfig:
         """The vendor's launch choice for a dtype pair."""
@@ -161,7 +166,7 @@ class BalancedMla:
         reasons = self._length_problems(seq_lens) + self._plan_buffer_problems(counts, work)
         if reasons:
             raise UnsupportedDecodeError("balanced MLA decode cannot plan", reasons)
-        from k3backend.common.kernels.split_plan_device import SCRATCH_INTS, plan_splits_device
+        from k3backend.common.kernels.split_plan_device import plan_splits_device
 
         requests = seq_lens.shape[0]
         if requests == 0:
@@ -170,8 +175,6 @@ class BalancedMla:
         if interpreting() and not self.interpret_planner:
             self._plan_on_host(seq_lens, counts, indptr, items)
             return
-        if self._plan_scratch is None:
-            self._plan_scratch = torch.zeros(SCRATCH_INTS, dtype=torch.int32, device=self.device)
         plan_splits_device(
             seq_lens,
             items,
@@ -200,6 +203,7 @@ class BalancedMla:
         lse: torch.Tensor | None = None,
         causal_lens: torch.Tensor | None = None,
         cp: tuple[int, int, int] = (1, 0, 1),
+        check: bool = True,
     ) -> torch.Tensor:
         """Decode one layer with a plan of the same ``seq_lens``.
 
@@ -215,23 +219,25 @@ class BalancedMla:
             lse: [tokens, heads] float32 to write base-2 log-sum-exp to, or None.
             causal_lens: [requests] int32 global lengths under DCP.
             cp: (world, rank, interleave) of DCP.
+            check: False skips every check, for a caller that has decoded this shape before.
         Returns:
             out. Rows that see no key hold 0, and -inf in ``lse``.
         Mutates out, lse, workspace. Does not sync; graph-safe; deterministic per plan.
         Raises:
             UnsupportedDecodeError: with every reason why this cannot run.
         """
-        reasons = self.decode_problems(
-            q, kv_cache, block_table, seq_lens, scale, k_scale, lse, causal_lens, cp
-        )
-        reasons += self._plan_buffer_problems(counts, work)
-        reasons += self._workspace_problems(workspace)
-        if out is not None:
-            reasons += tensor_problems(
-                "out", out, self.device, (torch.bfloat16,), (*q.shape[:-1], VALUE_DIM)
+        if check:
+            reasons = self.decode_problems(
+                q, kv_cache, block_table, seq_lens, scale, k_scale, lse, causal_lens, cp
             )
-        if reasons:
-            raise UnsupportedDecodeError("balanced MLA decode cannot run", reasons)
+            reasons += self._plan_buffer_problems(counts, work)
+            reasons += self._workspace_problems(workspace)
+            if out is not None:
+                reasons += tensor_problems(
+                    "out", out, self.device, (torch.bfloat16,), (*q.shape[:-1], VALUE_DIM)
+                )
+            if reasons:
+                raise UnsupportedDecodeError("balanced MLA decode cannot run", reasons)
         from k3backend.common.kernels.launch import launch_combine, launch_decode
 
         config = self._config_of(q.dtype, kv_cache.dtype)
@@ -270,7 +276,7 @@ class BalancedMla:
             partial_lse=floats[values:],
             out=out,
             lse2=lse,
-            counter=device_counter(self.platform, self.device),
+            counter=self._counter,
             out_scale=k_scale,
             rows=self.rows,
         )

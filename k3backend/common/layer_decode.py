@@ -187,6 +187,7 @@ class BalancedDecode(ABC):
             WorkspaceError: a shape appears for the first time inside graph capture.
         """
         length = read_query_length(metadata)
+        causal = bool(getattr(metadata, "causal", True))
         q_len = max(length.tokens, 1)
         part: DecodePart | None = metadata.decode
         reasons = list(length.problems)
@@ -206,7 +207,7 @@ class BalancedDecode(ABC):
         world = int(getattr(impl, "dcp_world_size", 1) or 1)
         cp = (world, int(getattr(impl, "dcp_rank", 0)), self.config.interleave())
         causal_lens = None
-        if world > 1 and metadata.causal and part.dcp_tot_seq_lens is not None:
+        if world > 1 and causal and part.dcp_tot_seq_lens is not None:
             causal_lens = part.dcp_tot_seq_lens[: length.requests]
         q_scale, k_scale = _scales(layer, q, kv_cache)
         forward = self.config.forward_context()
@@ -217,7 +218,7 @@ class BalancedDecode(ABC):
             seq_lens=seq_lens,
             causal_lens=causal_lens,
             q_len=q_len,
-            causal=metadata.causal,
+            causal=causal,
             cp=cp,
             scale=float(impl.scale),
             q_scale=q_scale,
@@ -228,7 +229,7 @@ class BalancedDecode(ABC):
             capturing=self.config.capturing(),
         )
         lane = self._lane()
-        core = self._core(lane, q_len, metadata.causal)
+        core = lane.cores[q_len, causal]
         self._admit(core, step)
         return self.run_step(lane, core, step)
 
@@ -247,7 +248,7 @@ class BalancedDecode(ABC):
         out = core.decode(
             q, step.kv_cache, step.block_table, step.seq_lens,
             step.scale * step.q_scale * step.k_scale, step.k_scale, lane.counts, lane.work, scratch,
-            lse=lse, causal_lens=step.causal_lens, cp=step.cp,
+            lse=lse, causal_lens=step.causal_lens, cp=step.cp, check=False,
         )  # fmt: skip
         return out, lse
 
@@ -281,11 +282,6 @@ class BalancedDecode(ABC):
             )
         self._shapes.add(shape)
 
-    def _core(self, lane: LanePlan, q_len: int, causal: bool) -> BalancedMla:
-        if (q_len, causal) not in lane.cores:
-            lane.cores[q_len, causal] = self.make_core(q_len, causal)
-        return lane.cores[q_len, causal]
-
     def _claim(self) -> None:
         try:
             self._lane()
@@ -313,10 +309,15 @@ class BalancedDecode(ABC):
             self.config.max_requests,
         )  # fmt: skip
         device = self.config.device
-        return LanePlan(
+        lane = LanePlan(
             torch.empty(self._counts_len, dtype=torch.int32, device=device),
             torch.empty(self._work_len, dtype=torch.int32, device=device),
         )
+        # All of them now: a core allocates, which a graph capture may not.
+        for q_len in range(1, self.config.max_q_len + 1):
+            for causal in (True, False):
+                lane.cores[q_len, causal] = self.make_core(q_len, causal)
+        return lane
 
 
 def _scales(layer: LayerScales, q: object, kv_cache: torch.Tensor) -> tuple[float, float]:

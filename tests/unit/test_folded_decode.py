@@ -153,7 +153,7 @@ def test_whole_grid(vendor: str, shape: tuple[int, int]) -> None:
             raise AssertionError(f"{describe(point)}: {error}") from error
 
 
-MIXED = Case(lens=(0, 1, 37, 700, 0, 65), heads=12, q_len=8, block_size=96)
+MIXED = Case(lens=(0, 1, 37, 270, 0, 65), heads=12, q_len=8, block_size=96)
 
 
 def splits(core: BalancedMla, inputs: Inputs) -> list[int]:
@@ -246,9 +246,9 @@ def test_one_split_is_bit_for_bit_the_unsplit_path() -> None:
 
 
 def test_splits_agree_within_the_error_of_the_format() -> None:
-    case = Case(lens=(900,), heads=12, q_len=8, seed=5)
+    case = Case(lens=(500,), heads=12, q_len=8, seed=5)
     inputs = build(case)
-    for workers in (1, 2, 9, 40):
+    for workers in (1, 9):
         core = core_of("nvidia", case, workers=workers)
         assert (max(splits(core, inputs)) > 1) == (workers > core.row_tiles)
         check(inputs, *run(core, inputs))
@@ -321,7 +321,7 @@ def test_without_lse() -> None:
 
 @pytest.mark.parametrize("num_xcds", [1, 8])
 def test_programs_run_workers_in_the_order_of_the_plan(num_xcds: int) -> None:
-    for workers, row_tiles in itertools.product((1, 5, 8, 13, 256, 304), (1, 2, 3, 6)):
+    for workers, row_tiles in itertools.product((1, 5, 8, 13, 61), (1, 2, 3, 6)):
         found = torch.full((workers,), -1, dtype=torch.int32)
         order_kernel[(workers,)](found, num_xcds, row_tiles)
         if num_xcds == 1:
