@@ -23,6 +23,7 @@ from k3backend.common.block_forms import (
     is_padded,
     largest_blocks,
     most_tokens,
+    side_of,
     unified_form,
 )
 from k3backend.common.errors import K3Error, LayoutError, PlanError
@@ -247,15 +248,17 @@ def _families_of(
     context: PlanContext,
     frame: SearchFrame,
 ) -> Iterator[Family]:
-    """Buckets as large as possible; where kernel blocks forbid that, also with the draft apart."""
+    """Buckets as large as possible; as large as kernel blocks allow; and with the draft apart."""
     lcm_problem = frame.problem(forms)
-    joined = form_buckets(kinds, forms, frame, apart=False)
-    problem = lcm_problem or _problem(joined, context)
-    yield Family(family_name(joined), joined, problem)
-    if any(len(bucket.specs) > 1 and not bucket.merges for bucket in joined):
-        apart = form_buckets(kinds, forms, frame, apart=True)
-        if apart != joined:
-            yield Family(family_name(apart), apart, lcm_problem or _problem(apart, context))
+    seen: list[tuple[Bucket, ...]] = []
+    for apart, fitting in ((False, False), (False, True), (True, True)):
+        buckets = form_buckets(
+            kinds, forms, frame, apart=apart, fitting=context if fitting else None
+        )
+        if buckets not in seen:
+            seen.append(buckets)
+            problem = lcm_problem or group_problem(buckets, context)
+            yield Family(family_name(buckets), buckets, problem)
 
 
 def form_buckets(
@@ -264,6 +267,7 @@ def form_buckets(
     frame: SearchFrame,
     apart: bool,
     strict: bool = False,
+    fitting: PlanContext | None = None,
 ) -> tuple[Bucket, ...]:
     """Deal the kinds into buckets, each kind into the first that takes it.
 
@@ -271,6 +275,7 @@ def form_buckets(
         forms: spec per kind at the common page.
         apart: a draft shares no bucket with the target unless their specs merge.
         strict: not even then.
+        fitting: where given, no bucket whose kernel blocks its backends could not agree on.
     """
     members: list[list[int]] = []
     merges: list[bool] = []
@@ -284,6 +289,8 @@ def form_buckets(
             held = [forms[other] for other in bucket]
             crosses = any(other.is_draft != form.is_draft for other in held)
             if strict and crosses:
+                continue
+            if fitting and group_kernel_problem([*held, form], fitting) is not None:
                 continue
             if merges[number] and mergeable([*held, form]):
                 bucket.append(index)
@@ -336,7 +343,7 @@ def stride_bytes(spec: KVCacheSpec, context: PlanContext) -> int:
     return block_stride_bytes(spec)
 
 
-def _problem(buckets: Sequence[Bucket], context: PlanContext) -> str | None:
+def group_problem(buckets: Sequence[Bucket], context: PlanContext) -> str | None:
     """The first reason why these buckets cannot be used: kernel blocks, then the layout."""
     for bucket in buckets:
         mixed = len(bucket.specs) > 1
@@ -349,15 +356,12 @@ def _problem(buckets: Sequence[Bucket], context: PlanContext) -> str | None:
 
 def layout_problem(buckets: Sequence[Bucket], context: PlanContext) -> str | None:
     """Why the context's layout cannot hold these buckets side by side, or None."""
-    samples = [
-        KVCacheGroupSpec([f"layer{bucket.layers[0]}"], spec)
-        for bucket in buckets
-        for spec in bucket.specs
-    ]
-    try:
-        check_placement(samples, context)
-    except LayoutError as error:
-        return str(error)
+    for bucket in buckets:
+        for spec in bucket.specs:
+            try:
+                check_placement([KVCacheGroupSpec(["(its layers)"], spec)], context)
+            except LayoutError as error:
+                return str(error).replace("layer (its layers)", f"the {side_of(spec)}'s layers")
     return None
 
 

@@ -83,14 +83,13 @@ def choose_grouping(
     if policy == "vllm" or not specs:
         if default is None:
             raise failure or PlanError("no grouping was found")
-        reason = "the default grouping was asked for"
-        return _answer(default, [default], list(default.given), reason, [None])
+        return _default_answer(default, "the default grouping was asked for")
     if policy == "isolate":
         return _isolated(specs, context, default, at_stage)
     if default is not None:
         settled = _leave_alone(default, context)
         if settled is not None:
-            return _answer(default, [default], list(default.given), settled, [None])
+            return _default_answer(default, settled)
     return _cheapest(specs, context, default, failure, at_stage)
 
 
@@ -253,7 +252,7 @@ def _isolated(
             plan_groups(specs, context)
             raise PlanError("no grouping was found; plan with policy k3")
         reason = "there is no draft beside a target, so vLLM's default grouping stands"
-        return _answer(default, [default], list(default.given), reason, [None])
+        return _default_answer(default, reason)
     if isolated.problem is not None:
         raise PlanError(f"the draft cannot be set apart: {isolated.problem}; plan with policy k3")
     candidates = [isolated] if default is None else [isolated, default]
@@ -264,6 +263,15 @@ def _isolated(
         "the draft was asked to stand apart",
         [None, "the draft was asked to stand apart"],
     )
+
+
+def _default_answer(default: Candidate, reason: str) -> GroupingChoice:
+    """vLLM's grouping as it is, with a word where a backend cannot serve it."""
+    warnings = []
+    if default.problem is not None:
+        text = f"vLLM's default cannot run as it stands: {default.problem}"
+        warnings.append(PlanWarning("kernel-blocks", text))
+    return _answer(default, [default], list(default.given), reason, [None], warnings)
 
 
 def _answer(
@@ -382,7 +390,8 @@ def _unplannable(
         except K3Error:
             pass
         return failure or PlanError("no grouping was found")
-    return PlanError(f"{failure}; other groupings are ruled out: {problems[0]}", layer)
+    said = str(failure).replace(", or plan with policy k3", "")
+    return PlanError(f"{said}; other groupings are ruled out: {problems[0]}", layer)
 
 
 def candidate_groups(

@@ -35,7 +35,7 @@ from k3backend.common.group_families import (
     block_lcm,
     find_families,
     form_buckets,
-    layout_problem,
+    group_problem,
 )
 from k3backend.common.kv_groups import WIDEST_WITHIN
 from k3backend.common.kv_merge import mergeable
@@ -193,8 +193,8 @@ def isolated_candidate(
     at_context = context.with_max_model_len(context.planning_tokens)
     ordered = [forms[index] for index in range(len(kinds))]
     frame = SearchFrame(None, None, at_context, stages)
-    buckets = form_buckets(kinds, ordered, frame, apart=True, strict=True)
-    family = Family(ISOLATE_NAME, buckets, layout_problem(buckets, context))
+    buckets = form_buckets(kinds, ordered, frame, apart=True, strict=True, fitting=context)
+    family = Family(ISOLATE_NAME, buckets, group_problem(buckets, context))
     counts = [len(bucket.layers) for bucket in buckets if not bucket.specs[0].is_draft]
     width = min(counts)
     if max(counts) < width * WIDEST_WITHIN:
