@@ -153,12 +153,14 @@ class AiterPlan:
         needs = {
             "causal": not shape.masked,
             "g_kv_indptr": shape.cp_round_robin,
+            "is_cp_round_robin": shape.cp_round_robin,
         }
         for parameter, needed in needs.items():
-            if needed and not signatures.has(DECODE, parameter):
+            entry = METADATA if parameter in METADATA.optional else DECODE
+            if needed and not signatures.has(entry, parameter):
                 raise PlatformError(
-                    f"AITER {self.aiter.version} has no {parameter} in {DECODE.name}: "
-                    f"{DECODE.optional[parameter]}; take the folded kernel"
+                    f"AITER {self.aiter.version} has no {parameter} in {entry.name}: "
+                    f"{entry.optional[parameter]}; take the folded kernel"
                 )
         tokens = shape.max_requests * shape.q_len
 
@@ -278,6 +280,8 @@ class AiterPlan:
                 **options,
             )
             return
+        known = {"page_size": 1, "dtype_q": shape.q_dtype, "dtype_kv": shape.kv_dtype}
+        options.update({k: v for k, v in known.items() if signatures.has(METADATA, k)})
         if shape.cp_round_robin:
             options["is_cp_round_robin"] = True
         self.aiter.metadata(
@@ -293,9 +297,6 @@ class AiterPlan:
             reduce_indptr=self.work["reduce_indptr"],
             reduce_final_map=self.work["reduce_final_map"],
             reduce_partial_map=self.work["reduce_partial_map"],
-            page_size=1,
-            dtype_q=shape.q_dtype,
-            dtype_kv=shape.kv_dtype,
             **options,
         )
 
@@ -357,7 +358,7 @@ class AiterPlan:
         if shape.cp_round_robin:
             options["g_kv_indptr"] = self.global_indptr[: self.requests + 1]
             options["cp_world_size"], options["cp_rank"] = self.cp[:2]
-        sm_scale, out_scale = scale, 1.0
+        sm_scale, out_scale = float(scale), 1.0
         for name, value, dtype in (
             ("q_scale", q_scale, shape.q_dtype),
             ("kv_scale", k_scale, shape.kv_dtype),
