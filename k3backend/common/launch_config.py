@@ -24,7 +24,8 @@ class LaunchConfig:
             num_stages is 1, without it the compiler pipelines num_stages deep.
         num_xcds: dies that workgroups are dealt to round-robin; 1 where there is one L2.
         backend_options: further options of the vendor's compiler, by name.
-        combine_rows, combine_warps: rows of one combine program and its warps.
+        combine_splits, combine_columns, combine_warps: splits that one combine program reads at a
+            time, columns of its row, and its warps.
     """
 
     row_groups: tuple[int, int]
@@ -35,20 +36,23 @@ class LaunchConfig:
     prefetch: bool = False
     num_xcds: int = 1
     backend_options: tuple[tuple[str, int], ...] = ()
-    combine_rows: int = 2
-    combine_warps: int = 2
+    combine_splits: int = 32
+    combine_columns: int = 128
+    combine_warps: int = 4
 
     def __post_init__(self) -> None:
         first, second = self.row_groups
         sizes = {"row_groups[0]": first, "tile_tokens": self.tile_tokens}
-        sizes |= {"value_chunk": self.value_chunk, "combine_rows": self.combine_rows}
+        sizes |= {"value_chunk": self.value_chunk, "combine_splits": self.combine_splits}
+        sizes |= {"combine_columns": self.combine_columns}
         if second:
             sizes["row_groups[1]"] = second
         for name, size in sizes.items():
             if size < 1 or size & (size - 1):
                 raise InputError(f"{name} is {size}; Triton tiles are powers of two, give one")
-        if VALUE_DIM % self.value_chunk:
-            raise InputError(f"value_chunk is {self.value_chunk}; it has to divide {VALUE_DIM}")
+        for name in ("value_chunk", "combine_columns"):
+            if VALUE_DIM % getattr(self, name):
+                raise InputError(f"{name} is {getattr(self, name)}; it has to divide {VALUE_DIM}")
         if self.prefetch and self.num_stages != 1:
             raise InputError(
                 f"prefetch with num_stages {self.num_stages}: keys would be pipelined twice; "

@@ -41,13 +41,18 @@ def combine_kernel(
     out_scale,
     ROWS_PER_REQUEST: tl.constexpr,
     TILE_ROWS: tl.constexpr,
-    ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     MIN_SPLITS: tl.constexpr,
     SCAN: tl.constexpr,
     STORE_LSE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Merge one pair's rows. Grid: (requests * row tiles, ceil(slot rows / ROWS)).
+    """Merge COLUMNS columns of one row. Grid: (requests * row tiles, slot rows, 512 / COLUMNS).
+
+    SPLITS splits are read at a time: one long request is cut for every worker, and reading its
+    partials one after the other would take longer than the decode. Lane i of SPLITS adds up the
+    splits i, i + SPLITS, ... and the lanes are added last: the order depends on the count alone.
 
     Args:
         counts_ptr: [requests * row tiles] int32 splits.
@@ -61,50 +66,50 @@ def combine_kernel(
     SLOT_ROWS: tl.constexpr = TILE_ROWS if TILE_ROWS < ROWS_PER_REQUEST else ROWS_PER_REQUEST
     ROW_TILES: tl.constexpr = (ROWS_PER_REQUEST + TILE_ROWS - 1) // TILE_ROWS
     pair = tl.program_id(0)
+    slot_row = tl.program_id(1)
     count = tl.load(counts_ptr + pair)
-    if tl.program_id(1) == 0:
+    if (slot_row == 0) & (tl.program_id(2) == 0):
         if pair == 0:
             tl.atomic_add(counter_ptr, 1, sem="relaxed")
         if count > 1:
             tl.atomic_add(counter_ptr + 1, count.to(tl.int64), sem="relaxed")
-    if (count == 0) | (count >= MIN_SPLITS):
-        slot_row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-        row = pair % ROW_TILES * TILE_ROWS + slot_row
-        keep = (slot_row < SLOT_ROWS) & (row < ROWS_PER_REQUEST)
+    row = pair % ROW_TILES * TILE_ROWS + slot_row
+    if ((count == 0) | (count >= MIN_SPLITS)) & (row < ROWS_PER_REQUEST):
         first = 0
         if count > 0:
             first = first_slot(counts_ptr, pair, MIN_SPLITS, SCAN)
-        part = first.to(tl.int64) * SLOT_ROWS + slot_row
-        top = tl.full([ROWS], float("-inf"), tl.float32)
-        for split in tl.range(0, count):
-            lse = tl.load(partial_lse_ptr + part + split * SLOT_ROWS, mask=keep, other=0.0)
-            top = tl.maximum(top, lse)
+        lane = tl.arange(0, SPLITS)
+        part = (first + lane).to(tl.int64) * SLOT_ROWS + slot_row
+        tops = tl.full([SPLITS], float("-inf"), tl.float32)
+        for start in tl.range(0, count, SPLITS):
+            lse_at = partial_lse_ptr + part + start * SLOT_ROWS
+            lse = tl.load(lse_at, mask=start + lane < count, other=float("-inf"))
+            tops = tl.maximum(tops, lse)
+        top = tl.max(tops, 0)
         empty = top == float("-inf")
         reference = tl.where(empty, 0.0, top)
-        columns = tl.arange(0, VALUE_DIM)
-        total = tl.zeros([ROWS], tl.float32)
+        columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+        totals = tl.zeros([SPLITS], tl.float32)
         # -0.0 is the neutral element of addition: one split comes out bit for bit.
-        acc = tl.full([ROWS, VALUE_DIM], -0.0, tl.float32)
-        for split in tl.range(0, count):
-            index = part + split * SLOT_ROWS
-            lse = tl.load(partial_lse_ptr + index, mask=keep, other=float("-inf"))
+        acc = tl.full([SPLITS, COLUMNS], -0.0, tl.float32)
+        for start in tl.range(0, count, SPLITS):
+            at = part + start * SLOT_ROWS
+            lse = tl.load(partial_lse_ptr + at, mask=start + lane < count, other=float("-inf"))
             present = lse != float("-inf")
             weight = tl.exp2(lse - reference)
             value = tl.load(
-                partial_ptr + (index * VALUE_DIM)[:, None] + columns[None, :],
+                partial_ptr + (at * VALUE_DIM)[:, None] + columns[None, :],
                 mask=present[:, None],
-                other=0.0,
+                other=-0.0,
             )
-            total += weight
+            totals += weight
             acc += value * weight[:, None]
-        safe = tl.where(empty, 1.0, total)
+        total = tl.where(empty, 1.0, tl.sum(totals, 0))
         final = (pair // ROW_TILES).to(tl.int64) * ROWS_PER_REQUEST + row
         if STORE_LSE:
-            lse = tl.where(empty, float("-inf"), reference + tl.log2(safe))
-            tl.store(lse_ptr + final, lse, mask=keep)
-        out = tl.where(empty[:, None], 0.0, acc / safe[:, None] * out_scale)
+            lse = tl.where(empty, float("-inf"), reference + tl.log2(total))
+            tl.store(lse_ptr + final, lse, mask=tl.program_id(2) == 0)
+        out = tl.where(empty, 0.0, tl.sum(acc, 0) / total * out_scale)
         tl.store(
-            out_ptr + (final * VALUE_DIM)[:, None] + columns[None, :],
-            round_to(out, out_ptr.dtype.element_ty, UPCAST),
-            mask=keep[:, None],
+            out_ptr + final * VALUE_DIM + columns, round_to(out, out_ptr.dtype.element_ty, UPCAST)
         )

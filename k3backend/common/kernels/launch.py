@@ -6,7 +6,6 @@ import math
 import os
 
 import torch
-import triton
 
 from k3backend.common.kernels.combine import combine_kernel
 from k3backend.common.kernels.folded_decode import folded_decode_kernel
@@ -118,7 +117,9 @@ def launch_combine(
             must then have slots (a test of the combine).
     Mutates out and lse2 of those pairs, and counter. Does not sync; graph-safe; deterministic.
     """
-    grid = (counts.shape[0], triton.cdiv(config.slot_rows(rows), config.combine_rows))
+    # Columns are independent; whole rows are fewer programs, which is what an interpreter pays for.
+    columns = 512 if INTERPRETING else config.combine_columns
+    grid = (counts.shape[0], config.slot_rows(rows), 512 // columns)
     combine_kernel[grid](
         counts,
         partial,
@@ -129,7 +130,8 @@ def launch_combine(
         out_scale,
         ROWS_PER_REQUEST=rows,
         TILE_ROWS=config.tile_rows,
-        ROWS=config.combine_rows,
+        SPLITS=config.combine_splits,
+        COLUMNS=columns,
         MIN_SPLITS=min_splits,
         SCAN=COMBINE_SCAN,
         STORE_LSE=lse2 is not None,

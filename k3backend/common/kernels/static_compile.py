@@ -122,7 +122,8 @@ def combine_request(shape: ProductionShape, config: LaunchConfig, target: str) -
     constants = {
         "ROWS_PER_REQUEST": shape.heads * shape.q_len,
         "TILE_ROWS": config.tile_rows,
-        "ROWS": config.combine_rows,
+        "SPLITS": config.combine_splits,
+        "COLUMNS": config.combine_columns,
         "MIN_SPLITS": 2,
         "SCAN": COMBINE_SCAN,
         "STORE_LSE": True,
