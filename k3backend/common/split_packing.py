@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -132,26 +133,6 @@ def candidate_payload(payload: int, candidate: int) -> int:
     return payload + max(candidate, payload * candidate // 256)
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Tiles [start, end) of one item on one worker; ``index`` counts the item's pieces."""
-
-    worker: int
-    request: int
-    row_tile: int
-    start: int
-    end: int
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """One candidate: its pieces in order of worker, and its score."""
-
-    makespan: int
-    pieces: list[Piece]
-
-
 @dataclass(slots=True)
 class _Item:
     """One (request, row tile) whose rest is to be placed."""
@@ -168,6 +149,57 @@ class _Bin:
 
     free: int
     placed: list[tuple[_Item, int, int, int]] = field(default_factory=list)
+
+
+class Piece(NamedTuple):
+    """Tiles [start, end) of one item on one worker; ``split_index`` counts the item's pieces."""
+
+    worker: int
+    request: int
+    row_tile: int
+    start: int
+    end: int
+    split_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """One candidate.
+
+    Attributes:
+        makespan: quarters of the fullest worker, at most.
+        num_pieces: pieces of all workers.
+        idle: whether some worker has no piece.
+        heads: int64 [requests], heads per item. full: int64 [requests], tiles that they share.
+        bins: the workers without a head.
+    """
+
+    makespan: int
+    num_pieces: int
+    idle: bool
+    heads: IntArray
+    full: IntArray
+    bins: list[_Bin]
+
+    def pieces(self, row_tiles: int) -> list[Piece]:
+        """All pieces in order of worker: heads by request, then the bins that hold anything."""
+        pieces: list[Piece] = []
+        for request in np.flatnonzero(self.heads).tolist():
+            count, tiles = int(self.heads[request]), int(self.full[request])
+            for head in range(count):
+                start, end = head * tiles // count, (head + 1) * tiles // count
+                for row_tile in range(row_tiles):
+                    pieces.append(Piece(len(pieces), request, row_tile, start, end, head))
+        worker = len(pieces)
+        for bin_ in self.bins:
+            for item, start, end, cut in bin_.placed:
+                first = int(self.full[item.request])
+                index = int(self.heads[item.request]) + cut
+                pieces.append(
+                    Piece(worker, item.request, item.row_tile, first + start, first + end, index)
+                )
+            worker += bool(bin_.placed)
+        return pieces
 
 
 def _match_rounds(pending: list[_Item], bins: list[_Bin], rounds: int) -> list[_Item]:
@@ -314,52 +346,39 @@ def pack(problem: Problem, payload: int, *, wrap: bool) -> Packed | None:
         longest = int((-(-full[heads > 0] // spread[heads > 0])).max())
         makespan = max(makespan, QUARTERS * longest + problem.piece + problem.split)
 
-    pieces: list[Piece] = []
-    for request in np.flatnonzero(spread).tolist():
-        count, tiles = int(spread[request]), int(full[request])
-        for head in range(count):
-            start, end = head * tiles // count, (head + 1) * tiles // count
-            for row_tile in range(problem.row_tiles):
-                pieces.append(Piece(len(pieces), request, row_tile, start, end, head))
-    worker = len(pieces)
-    for bin_ in bins:
-        for item, start, end, cut in bin_.placed:
-            first = int(full[item.request])
-            index = int(spread[item.request]) + cut
-            pieces.append(
-                Piece(worker, item.request, item.row_tile, first + start, first + end, index)
-            )
-        worker += bool(bin_.placed)
-    return Packed(makespan, pieces)
+    head_pieces = int(spread.sum()) * problem.row_tiles
+    return Packed(
+        makespan=makespan,
+        num_pieces=head_pieces + sum(len(bin_.placed) for bin_ in bins),
+        idle=head_pieces + len(bins) - idle < problem.workers,
+        heads=spread,
+        full=full,
+        bins=bins,
+    )
 
 
-def choose(problem: Problem, scores: list[tuple[int, int] | None]) -> int:
-    """Index of the candidate to use, of scores (makespan in quarters, pieces) or None.
+def choose(problem: Problem, packed: list[Packed | None]) -> Packed:
+    """The candidate to use, of the packings of all candidates in order.
 
     The fewest pieces among the candidates within 1/64 of the best makespan, as far as that stays
     within 3 % of the lower bound; then the shorter makespan, then the smaller slack. Fewer pieces
-    than workers are no gain.
+    than workers are no gain, and a candidate that leaves a worker idle must match the best one.
     """
-    best = min(score[0] for score in scores if score is not None)
+    possible = [entry for entry in packed if entry is not None]
+    best = min(entry.makespan for entry in possible)
     bound = problem.lower_bound
     limit = max(best, min(best + best // 64, bound + 3 * bound // 100))
-    ranked = [
-        (max(score[1], problem.workers), score[0], candidate)
-        for candidate, score in enumerate(scores)
-        if score is not None and score[0] <= limit
-    ]
-    return min(ranked)[2]
+    good = [entry for entry in possible if entry.makespan <= (best if entry.idle else limit)]
+    return min(good, key=lambda entry: (max(entry.num_pieces, problem.workers), entry.makespan))
 
 
 def pack_best(problem: Problem) -> Packed:
     """The chosen candidate's packing. The problem must have at least one tile."""
     payload = find_payload(problem)
-    packed = [
-        pack(problem, candidate_payload(payload, candidate), wrap=candidate == SLACK_CANDIDATES)
-        for candidate in range(CANDIDATES)
-    ]
-    scores = [(entry.makespan, len(entry.pieces)) if entry else None for entry in packed]
-    chosen = packed[choose(problem, scores)]
-    if chosen is None:  # candidate 0 always packs: its payload was found to fit
-        raise RuntimeError("no candidate packs; this is a defect of the planner")
-    return chosen
+    return choose(
+        problem,
+        [
+            pack(problem, candidate_payload(payload, candidate), wrap=candidate == SLACK_CANDIDATES)
+            for candidate in range(CANDIDATES)
+        ],
+    )

@@ -77,7 +77,7 @@ import numpy as np
 import numpy.typing as npt
 
 from k3backend.common.errors import InputError, ShapeError
-from k3backend.common.split_packing import QUARTERS, IntArray, Packed, Problem, pack_best
+from k3backend.common.split_packing import QUARTERS, IntArray, Problem, pack_best
 
 WORK_FIELDS = 6
 """Columns of ``work``: request, row_tile, kv_start, kv_end, slot, split index."""
@@ -261,10 +261,10 @@ def plan_splits(
         piece=cost.piece_quarters,
         split=cost.split_quarters,
     )
-    packed = pack_best(problem) if lens.any() else Packed(0, [])
+    pieces = pack_best(problem).pieces(row_tiles) if lens.any() else []
     rows = [
-        (piece.request, piece.row_tile, piece.start, piece.end, piece.worker, piece.index)
-        for piece in packed.pieces
+        (piece.request, piece.row_tile, piece.start, piece.end, piece.worker, piece.split_index)
+        for piece in pieces
     ]
     table = np.array(rows, dtype=np.int64).reshape(-1, WORK_FIELDS)
     item = table[:, 0] * row_tiles + table[:, 1]

@@ -314,7 +314,8 @@ def split_plan_kernel(
         else:
             makespan = tl.where(possible, makespan, NO_SCORE)
             tl.atomic_xchg(scratch_ptr + 2 * candidate, makespan)
-            tl.atomic_xchg(scratch_ptr + 2 * candidate + 1, total)
+            idle_bit = (head_rows + used_bins < WORKERS).to(tl.int32)
+            tl.atomic_xchg(scratch_ptr + 2 * candidate + 1, 2 * total + idle_bit)
             ticket = tl.atomic_add(scratch_ptr + CANDIDATES * 2, 1)
             running = ticket == CANDIDATES - 1
             if running:
@@ -324,7 +325,11 @@ def split_plan_kernel(
                 makespans = tl.atomic_add(scratch_ptr + 2 * entry, zero, mask=scored)
                 totals = tl.atomic_add(scratch_ptr + 2 * entry + 1, zero, mask=scored)
                 candidate = choose_candidate(
-                    tl.where(scored, makespans, NO_SCORE), totals, bound, WORKERS
+                    tl.where(scored, makespans, NO_SCORE),
+                    totals // 2,
+                    (totals & 1) > 0,
+                    bound,
+                    WORKERS,
                 )
                 tl.atomic_xchg(scratch_ptr + CANDIDATES * 2, 0)
                 writing = True

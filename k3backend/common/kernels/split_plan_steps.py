@@ -216,12 +216,12 @@ def fill_level(free, payload, need, start: tl.constexpr):
 
 
 @triton.jit
-def choose_candidate(makespans, pieces, bound, WORKERS: tl.constexpr):
-    """split_packing.choose."""
+def choose_candidate(makespans, pieces, idle, bound, WORKERS: tl.constexpr):
+    """split_packing.choose: the number of the candidate."""
     best = tl.min(makespans, 0).to(tl.int64)
     limit = tl.maximum(best, tl.minimum(best + best // 64, bound + 3 * bound // 100))
     candidate = tl.arange(0, SCORES)
     pieces = tl.maximum(pieces, WORKERS)
     key = (pieces.to(tl.int64) << 40) | (makespans.to(tl.int64) << 8) | candidate.to(tl.int64)
-    key = tl.where(makespans.to(tl.int64) <= limit, key, 2**62)
+    key = tl.where(makespans.to(tl.int64) <= tl.where(idle, best, limit), key, 2**62)
     return (tl.min(key, 0) & 255).to(tl.int32)
