@@ -16,7 +16,7 @@ import torch
 
 import k3backend
 from k3backend.common.balanced_mla import PLAN_TILE_TOKENS
-from k3backend.common.errors import PlatformError, UnsupportedDecodeError
+from k3backend.common.errors import InputError, PlatformError, UnsupportedDecodeError
 from k3backend.common.launch_config import LaunchConfig
 from k3backend.common.split_plan import plan_splits
 from k3backend.nvidia.kv_balanced_mla import core as nvidia_core
@@ -84,6 +84,26 @@ def test_row_tiles_never_read_the_kv_more_often_than_needed(launch: Any) -> None
     for rows in range(1, 129):
         assert rocm_launch(rows).row_tiles(rows) == 1
     assert rocm_launch(96).tile_rows == 96
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"row_groups": (48, 0)}, r"row_groups\[0\] is 48"),
+        ({"row_groups": (64, 24)}, r"row_groups\[1\] is 24"),
+        ({"tile_tokens": 0}, "tile_tokens is 0"),
+        ({"value_chunk": 1024}, "value_chunk is 1024; it has to divide 512"),
+        ({"combine_columns": 1024}, "combine_columns is 1024; it has to divide 512"),
+        ({"prefetch": True, "num_stages": 2}, "pipelined twice"),
+    ],
+)
+def test_launch_choices_that_cannot_be_launched(change: dict[str, Any], text: str) -> None:
+    good: dict[str, Any] = {
+        "row_groups": (64, 32), "tile_tokens": 32, "value_chunk": 128, "num_warps": 4,
+    }  # fmt: skip
+    assert LaunchConfig(**good).tile_rows == 96
+    with pytest.raises(InputError, match=text):
+        LaunchConfig(**(good | change))
 
 
 def test_limits_of_the_core_are_listed_together() -> None:
