@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import mmap
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,15 +14,18 @@ import torch
 import triton
 import triton.language as tl
 
+import k3backend
 from k3backend.common import split_plan
 from k3backend.common.balanced_mla import BalancedMla
 from k3backend.common.kernels.folded_decode import worker_of_program
 from k3backend.common.kernels.launch import launch_combine, launch_decode
 from k3backend.common.kernels.rounding import round_to
 from k3backend.common.launch_config import DtypeName, LaunchConfig
+from k3backend.common.layer_config import DecodeConfig
 from k3backend.nvidia.kv_balanced_mla.core import KvBalancedMla
+from k3backend.nvidia.kv_balanced_mla.decode import KvBalancedDecode
 from k3backend.rocm.launch_config import decode_launch as rocm_launch
-from tests.helpers.decode_cases import BF16, FP8, Case, Inputs, build, check, pairwise, run
+from tests.helpers.decode_cases import BF16, FP8, SCALE, Case, Inputs, build, check, pairwise, run
 
 pytestmark = pytest.mark.interpreter
 
@@ -320,6 +324,38 @@ def test_without_lse() -> None:
     out, lse = run(core, inputs, want_lse=False)
     assert lse is None
     assert torch.equal(out, run(core, inputs)[0])
+
+
+@pytest.mark.parametrize("backend", ["nvidia", "rocm"])
+def test_the_public_function_counts_and_is_right(backend: str) -> None:
+    case = Case(lens=(0, 1500, 65), heads=6, q_len=2, block_size=96)
+    inputs = build(case)
+    before = k3backend.stats()
+    out, lse2 = k3backend.mla_decode(
+        inputs.q, inputs.kv_cache, inputs.block_table, inputs.seq_lens, scale=SCALE,
+        q_scale=case.q_scale, k_scale=case.k_scale, q_len=2, backend=backend,
+    )  # fmt: skip
+    after = k3backend.stats()
+    check(inputs, out, lse2)
+    assert after.calls == before.calls + 1
+    assert after.splits > before.splits
+    assert backend in after.platforms
+
+
+def test_a_layer_decodes_through_the_kernels() -> None:
+    case = Case(lens=(300, 65), heads=12, q_len=2, block_size=96)
+    inputs = build(case)
+    layer = KvBalancedDecode(12, config=DecodeConfig(max_requests=4, max_q_len=2, device="cpu"))
+    step = SimpleNamespace(
+        num_decodes=2, num_decode_tokens=4, num_prefills=0, max_query_len=2, causal=True,
+        decode=SimpleNamespace(
+            block_table=inputs.block_table, seq_lens=inputs.seq_lens, dcp_tot_seq_lens=None
+        ),
+    )  # fmt: skip
+    impl = SimpleNamespace(scale=SCALE, need_to_return_lse_for_decode=True)
+    scales = SimpleNamespace(_q_scale_float=case.q_scale, _k_scale_float=case.k_scale)
+    check(inputs, *layer.decode(impl, inputs.q, inputs.kv_cache, step, scales))
+    assert layer.plans == 1
 
 
 @pytest.mark.parametrize("num_xcds", [1, 8])
