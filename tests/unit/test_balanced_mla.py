@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from k3backend.common.split_plan import plan_splits
 from k3backend.nvidia.kv_balanced_mla import core as nvidia_core
 from k3backend.nvidia.launch_config import decode_launch as nvidia_launch
 from k3backend.reference import mla_decode as reference_backend
+from k3backend.rocm.kv_balanced_mla import core as rocm_core
 from k3backend.rocm.launch_config import decode_launch as rocm_launch
 from tests.helpers.decode_cases import BF16, FP8, SCALE, Case, answer, build
 from tests.helpers.torch_core import WORKERS, TorchCore
@@ -56,6 +58,22 @@ def test_scratch_of_k3_tp8_with_8_tokens_and_256_requests(workers: int, mebibyte
     assert found == 2 * (workers - 1) * 64 * 513 * 4
     assert found / 2**20 == pytest.approx(mebibytes, abs=0.05)
     assert nvidia_core.workspace_bytes(12, 8, 1024, workers) == found
+
+
+def test_the_document_states_the_scratch_and_the_row_tiles() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "decode.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| ([\d,]+) B \| ([\d,]+) B \|$", text, re.MULTILINE)
+    assert [int(row[0]) for row in rows] == [132, 148, 256, 304]
+    for workers, nvidia, rocm in rows:
+        found = nvidia_core.workspace_bytes(12, 8, 256, int(workers))
+        assert int(nvidia.replace(",", "")) == found
+        found = rocm_core.workspace_bytes(12, 8, 256, int(workers))
+        assert int(rocm.replace(",", "")) == found
+    tiles = re.findall(r"\| (\d+) x [^|]+\| (\d+) x [^|]+\| (\d+) x 64 \|$", text, re.MULTILINE)
+    for rows_of, (fp8, bf16, nvidia) in zip((12, 96, 128, 768), tiles, strict=True):
+        assert rocm_launch(rows_of).row_tiles(rows_of) == int(fp8)
+        assert rocm_launch(rows_of, q_dtype="bf16").row_tiles(rows_of) == int(bf16)
+        assert nvidia_launch(rows_of).row_tiles(rows_of) == int(nvidia)
 
 
 @pytest.mark.parametrize("workers", [1, 8, 132, 256])
