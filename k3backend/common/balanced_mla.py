@@ -15,6 +15,7 @@ import torch
 from k3backend.common.decode_checks import (
     cache_problems,
     interpreting,
+    most_planned_requests,
     parallel_problems,
     scale_problems,
     shape_problems,
@@ -120,6 +121,15 @@ class BalancedMla:
         config = self.launch_config(q_dtype, "fp8")
         self.row_groups = config.row_groups
         self.row_tiles = config.row_tiles(self.rows)
+        most = most_planned_requests(heads, q_len, self.row_tiles)
+        if max_requests > most:
+            raise UnsupportedDecodeError(
+                "balanced MLA decode cannot be built",
+                [
+                    f"max_requests is {max_requests}, expected 1 to {most}: {self.rows} rows are "
+                    f"{self.row_tiles} row tiles per request, and one launch plans {most} requests"
+                ],
+            )
         self.slot_rows = config.slot_rows(self.rows)
         self.cost = SplitCost.derived(self.slot_rows)
         # Allocated now, because neither may happen inside graph capture.

@@ -11,6 +11,8 @@ HEAD_DIM = 576
 MAX_HEADS = 128
 MAX_Q_LEN = 64
 MAX_PLANNED_REQUESTS = 1024
+MAX_PLANNED_ITEMS = 16384
+"""Requests x row tiles of one plan: the device planner holds an item in registers, 64 per lane."""
 
 
 def shape_problems(heads: int, q_len: int, max_requests: int = 1) -> list[str]:
@@ -25,6 +27,25 @@ def shape_problems(heads: int, q_len: int, max_requests: int = 1) -> list[str]:
         for name, value, most in limits
         if not 1 <= value <= most
     ]
+
+
+def most_planned_requests(heads: int, q_len: int, row_tiles: int) -> int:
+    """Most requests that one launch plans; 0 for a shape that cannot be decoded."""
+    if shape_problems(heads, q_len):
+        return 0
+    return min(MAX_PLANNED_REQUESTS, MAX_PLANNED_ITEMS // row_tiles)
+
+
+def query_problems(q: object) -> list[str]:
+    """A query that is one tensor of three dimensions."""
+    if not isinstance(q, torch.Tensor):
+        return [
+            f"q is a {type(q).__name__}, expected one tensor [tokens, heads, {HEAD_DIM}]; "
+            "concatenate latent and rope parts"
+        ]
+    if q.ndim != 3:
+        return [f"q has shape {list(q.shape)}, expected [tokens, heads, {HEAD_DIM}]"]
+    return []
 
 
 def tensor_problems(

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 
 from k3backend.common.balanced_mla import dtype_name
+from k3backend.common.decode_checks import query_problems
+from k3backend.common.errors import UnsupportedDecodeError
 from k3backend.nvidia.kv_balanced_mla.core import KvBalancedMla
 
 
@@ -35,8 +37,11 @@ def decode(
     Raises:
         UnsupportedDecodeError: with every reason why it cannot run.
     """
+    problems = query_problems(q)
+    if problems:
+        raise UnsupportedDecodeError("balanced MLA decode cannot run", problems)
     core = KvBalancedMla(
-        heads=q.shape[1] if q.ndim > 1 else 0,
+        heads=q.shape[1],
         q_len=q_len,
         max_requests=max(seq_lens.shape[0] if seq_lens.ndim else 0, 1),
         causal=causal,

@@ -43,15 +43,20 @@ def decode(
         UnsupportedDecodeError: with every reason why it cannot run.
     """
     from k3backend.common.balanced_mla import dtype_name
+    from k3backend.common.decode_checks import query_problems
+    from k3backend.common.errors import UnsupportedDecodeError
     from k3backend.rocm.kv_balanced_mla.core import FP8_DTYPES, KvBalancedMla
 
+    problems = query_problems(q)
+    if problems:
+        raise UnsupportedDecodeError("balanced MLA decode cannot run", problems)
     arch = None
     if q.device.type == "cpu":
         # The interpreter plays the GPU whose fp8 format the tensors have.
         formats = {q.dtype, kv_cache.dtype}
         arch = next((name for name, dtype in FP8_DTYPES.items() if dtype in formats), None)
     core = KvBalancedMla(
-        heads=q.shape[1] if q.ndim > 1 else 0,
+        heads=q.shape[1],
         q_len=q_len,
         max_requests=max(seq_lens.shape[0] if seq_lens.ndim else 0, 1),
         causal=causal,

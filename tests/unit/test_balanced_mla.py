@@ -47,6 +47,11 @@ def test_there_is_no_row_floor() -> None:
         assert nvidia_core.supports(heads, q_len, "cpu")
         assert nvidia_core.max_planned_requests(heads, q_len) == 1024
     assert not nvidia_core.supports(129, 1, "cpu")
+    # 8,192 rows are 128 row tiles per request, and a plan holds 16,384 items.
+    assert nvidia_core.max_planned_requests(128, 64) == 128
+    assert rocm_core.max_planned_requests(128, 64) == 16384 // 86
+    with pytest.raises(UnsupportedDecodeError, match="max_requests is 129, expected 1 to 128"):
+        nvidia_core.KvBalancedMla(128, 64, 129, True, "cpu")
     assert nvidia_core.max_planned_requests(0, 1) == 0
 
 
@@ -195,6 +200,18 @@ def test_cpu_tensors_without_the_interpreter_are_refused() -> None:
             inputs.q, inputs.kv_cache, inputs.block_table, inputs.seq_lens, scale=SCALE,
             backend="nvidia",
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["reference", "nvidia", "rocm"])
+def test_a_query_in_two_parts_is_refused_everywhere(backend: str) -> None:
+    inputs = build(Case(lens=(30,), heads=12))
+    parts: Any = (inputs.q[..., :512], inputs.q[..., 512:])
+    for q, text in ((parts, "q is a tuple"), (inputs.q[0], "q has shape")):
+        with pytest.raises(UnsupportedDecodeError, match=text):
+            k3backend.mla_decode(
+                q, inputs.kv_cache, inputs.block_table, inputs.seq_lens, scale=SCALE,
+                backend=backend,
+            )  # fmt: skip
 
 
 def test_an_unknown_backend_is_refused() -> None:

@@ -17,7 +17,7 @@ import torch
 
 from k3backend.common import balanced_mla
 from k3backend.common.balanced_mla import BalancedMla
-from k3backend.common.decode_checks import MAX_PLANNED_REQUESTS, shape_problems
+from k3backend.common.decode_checks import most_planned_requests, shape_problems
 from k3backend.common.launch_config import DtypeName, LaunchConfig
 from k3backend.nvidia.launch_config import decode_launch
 
@@ -40,8 +40,9 @@ def supports(heads: int, q_len: int, device: torch.device | str = "cuda") -> boo
 
 
 def max_planned_requests(heads: int, q_len: int) -> int:
-    """Most requests that one launch plans: 1,024 for every supported shape, 0 for others."""
-    return 0 if shape_problems(heads, q_len) else MAX_PLANNED_REQUESTS
+    """Most requests that one launch plans: 1,024, fewer for thousands of rows, 0 for bad shapes."""
+    rows = max(heads * q_len, 1)
+    return most_planned_requests(heads, q_len, decode_launch(rows).row_tiles(rows))
 
 
 def max_active_workers(device: torch.device | str | None = None) -> int:
