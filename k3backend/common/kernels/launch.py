@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
 
 import torch
+import triton
 
 from k3backend.common.kernels.combine import combine_kernel
 from k3backend.common.kernels.folded_decode import folded_decode_kernel
 from k3backend.common.launch_config import LaunchConfig
 
-INTERPRETING = os.environ.get("TRITON_INTERPRET", "0") not in {"", "0"}
+INTERPRETING = bool(triton.knobs.runtime.interpret)
 COMBINE_SCAN = 1024
 
 # Scaling fp8 probabilities by 2**n before rounding keeps those above 2**-(n + 9) of the largest one
