@@ -42,6 +42,7 @@ class _Counters:
     pid: int = -1
     host: dict[str, list[int]] = field(default_factory=dict)
     device: dict[tuple[str, str], Any] = field(default_factory=dict)
+    logged: DecodeStats | None = None
 
 
 _COUNTERS = _Counters()
@@ -53,8 +54,9 @@ def _counters() -> _Counters:
         _COUNTERS.pid = os.getpid()
         _COUNTERS.host.clear()
         _COUNTERS.device.clear()
+        _COUNTERS.logged = None
         # Unlike atexit this also runs at the end of a multiprocessing child.
-        multiprocessing_util.Finalize(None, _log_at_exit, exitpriority=100)
+        multiprocessing_util.Finalize(None, log_stats_once, exitpriority=100)
     return _COUNTERS
 
 
@@ -98,15 +100,18 @@ def read_stats() -> DecodeStats:
 def log_stats() -> DecodeStats:
     """Log one line at INFO on the logger ``k3backend`` and return the totals."""
     totals = read_stats()
+    _COUNTERS.logged = totals
     LOGGER.info("%s", totals)
     return totals
 
 
-def _log_at_exit() -> None:
+def log_stats_once() -> None:
+    """What a process does at its end: log the totals if it decoded and has not said so yet."""
     try:
         totals = read_stats()
     except RuntimeError as error:  # the device is gone already
         LOGGER.info("k3backend: decoded, but its counters cannot be read at exit: %s", error)
         return
-    if totals.calls:
+    if totals.calls and totals != _COUNTERS.logged:
+        _COUNTERS.logged = totals
         LOGGER.info("%s", totals)

@@ -31,6 +31,13 @@ def write_model(folder: Path, *, heads: int, rotary: bool, seed: int = 0) -> Pat
     Returns:
         folder.
     """
+    write_config(folder, heads=heads)
+    save_file(_weights(heads, 32 * heads, rotary, seed), folder / "model.safetensors")
+    return folder
+
+
+def write_config(folder: Path, *, heads: int) -> Path:
+    """Write config.json alone. Returns folder."""
     folder.mkdir(parents=True, exist_ok=True)
     hidden = 32 * heads
     config = {
@@ -62,7 +69,6 @@ def write_model(folder: Path, *, heads: int, rotary: bool, seed: int = 0) -> Pat
         "torch_dtype": "float32",
     }
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    save_file(_weights(heads, hidden, rotary, seed), folder / "model.safetensors")
     return folder
 
 
@@ -99,3 +105,22 @@ def _weights(heads: int, hidden: int, rotary: bool, seed: int) -> dict[str, torc
             f"{prefix}.mlp.down_proj.weight": normal(hidden, 2 * hidden, 0.5),
         }
     return weights
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer with one word per token id, so that a server can answer in text."""
+    words = {f"w{token}": token for token in range(VOCAB)}
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "w1", "eos_token": "w2"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))

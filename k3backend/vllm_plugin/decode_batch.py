@@ -1,0 +1,58 @@
+"""What vLLM's layer hands to a decode, brought to the form that every decode here takes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from k3backend._version import __version__
+from k3backend.common.errors import UnsupportedDecodeError
+from k3backend.vllm_plugin import compat, registration
+
+if TYPE_CHECKING:
+    import torch
+
+LOGGER = logging.getLogger("k3backend.vllm_plugin")
+_announced: set[str] = set()
+
+
+def announce_decode(platform: str) -> None:
+    """Say once per process, when the first MLA layer is built, whose decode it has."""
+    if platform not in _announced:
+        _announced.add(platform)
+        registration.announce()
+        LOGGER.info("k3backend %s: MLA layers decode with this package, %s", __version__, platform)
+        compat.log_decodes_when_worker_stops()
+
+
+def one_query(q: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The query as one contiguous tensor.
+
+    Args:
+        q: [tokens, heads, 576], or its parts ([tokens, heads, 512], [tokens, heads, 64]).
+    """
+    if isinstance(q, tuple):
+        import torch
+
+        q = torch.cat(q, dim=-1)
+    return q.contiguous()
+
+
+def decode_query_len(starts: Sequence[int], what: str) -> int:
+    """Query tokens per request, from where each request's tokens start (host integers).
+
+    Raises:
+        UnsupportedDecodeError: not the same number for all.
+    """
+    query_lens = {end - start for start, end in pairwise(starts)}
+    if len(query_lens) != 1:
+        raise UnsupportedDecodeError(
+            what,
+            [
+                f"query tokens per request are {sorted(query_lens)}, expected one number for all; "
+                "a metadata builder with query_len_support UNIFORM gives that"
+            ],
+        )
+    return query_lens.pop()
