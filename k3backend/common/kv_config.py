@@ -103,10 +103,12 @@ def check_placement(groups: Sequence[KVCacheGroupSpec], context: PlanContext) ->
 
 
 def _check_padding(spec: KVCacheSpec, layer: str, layout: KVCacheLayout) -> None:
+    padded = spec.page_size_padded if isinstance(spec, AttentionSpec | MambaSpec) else None
     if layout.is_block_compact:
+        if padded is not None:
+            _check_heads_in_page(spec, padded, layer, layout)
         return
     # Here heads lie outside the block or the layer, so a page is contiguous only with one head.
-    padded = spec.page_size_padded if isinstance(spec, AttentionSpec | MambaSpec) else None
     if padded is not None and spec.num_heads != 1:
         raise LayoutError(
             f"layout {layout.name} spreads the {spec.num_heads} heads of layer {layer} over the "
@@ -116,6 +118,17 @@ def _check_padding(spec: KVCacheSpec, layer: str, layout: KVCacheLayout) -> None
         raise LayoutError(
             f"layout {layout.name} cannot pad the {spec.page_size_bytes} B page of layer {layer} "
             f"to its block stride of {block_stride_bytes(spec)} B; take {BLOCK_COMPACT_NAMES}"
+        )
+
+
+def _check_heads_in_page(spec: KVCacheSpec, padded: int, layer: str, layout: KVCacheLayout) -> None:
+    """A recurrent state's shapes count once in its page but once per head in its view."""
+    dense = spec.num_heads * spec.num_states * spec.state_content_size_bytes
+    if dense > padded and dense % padded:
+        raise LayoutError(
+            f"layer {layer}: its num_heads of {spec.num_heads} spreads {dense} B over a page of "
+            f"{padded} B, and layout {layout.name} places only whole pages; write the heads into "
+            f"shapes with num_heads 1, or pad the page to at least {dense} B"
         )
 
 

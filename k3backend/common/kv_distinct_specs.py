@@ -6,7 +6,7 @@ on the different ones and only the dealing of layers into groups walks all names
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from k3backend.common.kv_spec import KVCacheSpec
@@ -51,6 +51,16 @@ class DistinctSpecs:
         return DistinctSpecs(
             tuple(index_of_spec),
             {name: new_index[index] for name, index in self.index_of_layer.items()},
+        )
+
+    def joined(self, key: Callable[[KVCacheSpec], KVCacheSpec]) -> DistinctSpecs:
+        """The same layers with specs of one key counted as one: the first of them."""
+        keys = [key(spec) for spec in self.specs]
+        if len(set(keys)) == len(keys):
+            return self
+        first: dict[KVCacheSpec, KVCacheSpec] = {}
+        return self.with_specs(
+            [first.setdefault(k, spec) for k, spec in zip(keys, self.specs, strict=True)]
         )
 
     def layers(self) -> list[list[str]]:

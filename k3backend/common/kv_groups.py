@@ -19,7 +19,7 @@ from dataclasses import replace
 from k3backend.common.errors import K3Error, KvMergeError, PlanError
 from k3backend.common.kv_distinct_specs import DistinctSpecs
 from k3backend.common.kv_layout import KVCacheLayout
-from k3backend.common.kv_merge import vllm_merge, vllm_mergeable
+from k3backend.common.kv_merge import vllm_merge, vllm_mergeable, vllm_same_key
 from k3backend.common.kv_packed_groups import pack_groups, uniform_group
 from k3backend.common.kv_page_sizes import (
     PageSizeError,
@@ -53,7 +53,7 @@ def plan_groups(specs: Mapping[str, KVCacheSpec], context: PlanContext) -> list[
         context: layout and sizes of the deployment.
 
     Returns:
-        The groups in vLLM's order; no group for no layers. ``is_eagle_group`` is left False, see
+        The groups in vLLM's order; no group for no layers. Those with a draft layer are marked, see
         ``mark_draft_groups``.
 
     Raises:
@@ -64,14 +64,14 @@ def plan_groups(specs: Mapping[str, KVCacheSpec], context: PlanContext) -> list[
         return []
     groups = _plan(dict(specs), context)
     check_partition(groups, specs)
-    return groups
+    return mark_draft_groups(groups, specs)
 
 
 def _plan(specs: dict[str, KVCacheSpec], context: PlanContext) -> list[KVCacheGroupSpec]:
-    distinct = DistinctSpecs.of(specs)
+    distinct = _distinct(specs)
     if context.disable_hybrid_kv_cache_manager:
         specs = _with_local_promoted(specs)
-        distinct = DistinctSpecs.of(specs)
+        distinct = _distinct(specs)
 
     if all_merge(distinct):
         return [KVCacheGroupSpec(list(specs), vllm_merge(distinct.specs))]
@@ -88,7 +88,7 @@ def _plan(specs: dict[str, KVCacheSpec], context: PlanContext) -> list[KVCacheGr
                 "attention layer whose block size they follow; give them one format",
                 layer,
             )
-        shared = DistinctSpecs.of({n: s for n, s in specs.items() if n not in hidden})
+        shared = _distinct({n: s for n, s in specs.items() if n not in hidden})
 
     pages = {spec.page_size_bytes for spec in shared.specs}
     if len(pages) > 1 and KVCacheLayout[context.layout].is_block_outermost:
@@ -107,6 +107,11 @@ def _plan(specs: dict[str, KVCacheSpec], context: PlanContext) -> list[KVCacheGr
     return _with_hidden_states(groups, hidden) if hidden else groups
 
 
+def _distinct(specs: Mapping[str, KVCacheSpec]) -> DistinctSpecs:
+    """The different specs as vLLM's dictionaries see them."""
+    return DistinctSpecs.of(specs).joined(vllm_same_key)
+
+
 def _with_local_promoted(specs: dict[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
     """Local attention allocated in full, apart for layers that DCP shards and the others."""
     result = dict(specs)
@@ -115,7 +120,7 @@ def _with_local_promoted(specs: dict[str, KVCacheSpec]) -> dict[str, KVCacheSpec
         replicated = isinstance(spec, AttentionSpec) and not spec.dcp_sharded
         halves.setdefault(replicated, {})[name] = spec
     for half in halves.values():
-        distinct = DistinctSpecs.of(half)
+        distinct = _distinct(half)
         promoted = promote_local_specs(distinct)
         if promoted is not distinct:
             result.update(_layer_specs(promoted, half))
@@ -125,12 +130,15 @@ def _with_local_promoted(specs: dict[str, KVCacheSpec]) -> dict[str, KVCacheSpec
 def _layer_specs(
     distinct: DistinctSpecs, specs: Mapping[str, KVCacheSpec]
 ) -> dict[str, KVCacheSpec]:
-    """Spec per layer of ``distinct``; a layer keeps its own draft mark."""
+    """Spec per layer of ``distinct``; a layer keeps its own draft mark and quantisation."""
     result = {}
     for name, index in distinct.index_of_layer.items():
-        spec = distinct.specs[index]
-        if spec.is_draft != specs[name].is_draft:
-            spec = replace(spec, is_draft=specs[name].is_draft)
+        spec, own = distinct.specs[index], specs[name]
+        if spec.is_draft != own.is_draft:
+            spec = replace(spec, is_draft=own.is_draft)
+        mode = getattr(own, "kv_quant_mode", None)
+        if mode is not None and mode is not getattr(spec, "kv_quant_mode", None):
+            spec = replace(spec, kv_quant_mode=mode)  # type: ignore[call-arg]
         result[name] = spec
     return result
 
@@ -269,11 +277,23 @@ def check_partition(groups: Sequence[KVCacheGroupSpec], layers: Collection[str])
 def mark_draft_groups(
     groups: Sequence[KVCacheGroupSpec], specs: Mapping[str, KVCacheSpec]
 ) -> list[KVCacheGroupSpec]:
-    """The groups with ``is_eagle_group`` set where at least one layer belongs to the draft."""
-    return [
-        replace(group, is_eagle_group=any(specs[name].is_draft for name in group.layer_names))
-        for group in groups
-    ]
+    """The groups with ``is_eagle_group``, and their spec's ``is_draft``, set where at least one
+    layer belongs to the draft, and nowhere else. Specs that groups share stay shared."""
+    drafts = {name for name, spec in specs.items() if spec.is_draft}
+    changed: dict[tuple[int, bool], KVCacheSpec] = {}
+    marked = []
+    for group in groups:
+        is_draft = not drafts.isdisjoint(group.layer_names)
+        spec = group.kv_cache_spec
+        if spec.is_draft != is_draft:
+            key = (id(spec), is_draft)
+            if key not in changed:
+                changed[key] = replace(spec, is_draft=is_draft)
+            spec = changed[key]
+        if spec is not group.kv_cache_spec or group.is_eagle_group != is_draft:
+            group = replace(group, kv_cache_spec=spec, is_eagle_group=is_draft)
+        marked.append(group)
+    return marked
 
 
 def kv_tp_replicas(groups: Sequence[KVCacheGroupSpec], context: PlanContext) -> int:

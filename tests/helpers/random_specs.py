@@ -128,8 +128,9 @@ def mamba(rng: Rng, **fields: Any) -> Entry:
     entry["dtypes"] = ["bfloat16", "float32"][-len(entry["shapes"]) :]
     _maybe(rng, 0.3, entry, num_speculative_blocks=rng.choice((1, 4, 7)))
     _maybe(rng, 0.1, entry, num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=64)
-    _maybe(rng, 0.15, entry, page_size_padded=rng.choice((1 << 18, 3 << 17)))
+    _maybe(rng, 0.2, entry, page_size_padded=rng.choice((1 << 14, 20_000, 1 << 18, 3 << 17)))
     _maybe(rng, 0.05, entry, tp_replicated=True)
+    _maybe(rng, 0.25, entry, num_heads=rng.choice((2, 3)))
     _maybe(rng, 0.1, entry, mamba_type=rng.choice(("LINEAR", "GDN_ATTN")))
     entry.update(fields)
     return entry
@@ -283,6 +284,7 @@ def kimi_hybrid(rng: Rng) -> list[Entry]:
     }
     if rng.random() < 0.15:
         state["page_size_padded"] = page * rng.choice((2, 3))
+    _maybe(rng, 0.12, state, num_heads=rng.choice((2, 3)))
     entries: list[Entry] = [
         dict(state, count=3 * periods),
         dict(latent, kind="mla_attention", count=periods),

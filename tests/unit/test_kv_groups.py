@@ -218,11 +218,57 @@ def test_replicas_are_the_gcd_over_layers() -> None:
     assert replicas() == 1
 
 
-def test_draft_groups_are_marked() -> None:
-    specs = layers(f=(2, full()), s=(2, window(is_draft=True)))
+@pytest.mark.parametrize("draft_first", [False, True])
+@pytest.mark.parametrize(
+    ("draft", "expected"),
+    [
+        (window(is_draft=True), [False, True]),
+        # Merged, and dealt over both groups: every group of the draft's is a draft group.
+        (full(is_draft=True), [True]),
+        (full(is_draft=True, non_causal=True), [True]),
+        # A spec per layer.
+        (full(num_kv_heads=4, is_draft=True), [True]),
+    ],
+)
+def test_groups_with_a_draft_layer_are_marked(
+    draft: KVCacheSpec, expected: list[bool], draft_first: bool
+) -> None:
+    sides = {"t": (2, full()), "d": (2, draft)}
+    specs = layers(**dict(reversed(sides.items()) if draft_first else sides.items()))
     groups = plan_groups(specs, CONTEXT)
-    assert [group.is_eagle_group for group in groups] == [False, False]
-    assert [g.is_eagle_group for g in mark_draft_groups(groups, specs)] == [False, True]
+    assert sorted(group.is_eagle_group for group in groups) == expected
+    for group in groups:
+        holds = any(specs[name].is_draft for name in group.layer_names)
+        assert group.is_eagle_group == group.kv_cache_spec.is_draft == holds
+        for name, spec in getattr(group.kv_cache_spec, "kv_cache_specs", {}).items():
+            assert spec.is_draft == specs[name].is_draft
+
+
+def test_a_foreign_mark_is_corrected() -> None:
+    specs = layers(f=(2, full()), s=(2, window()))
+    marked = [
+        replace(
+            group, is_eagle_group=True, kv_cache_spec=replace(group.kv_cache_spec, is_draft=True)
+        )
+        for group in plan_groups(specs, CONTEXT)
+    ]
+    for group in mark_draft_groups(marked, specs):
+        assert not group.is_eagle_group
+        assert not group.kv_cache_spec.is_draft
+
+
+def test_one_quantisation_under_two_names_keeps_its_names() -> None:
+    """vLLM 0.33.0 counts the two as equal; each layer's own name survives full allocation."""
+    specs = layers(
+        m=(2, mla()),
+        a=(1, window(block_size=64, num_kv_heads=5, kv_quant_mode="OCTAVE_K3V4")),
+        b=(1, window(block_size=64, num_kv_heads=5, kv_quant_mode="CUSTOM")),
+    )
+    (group,) = plan_groups(specs, CONTEXT)
+    kept = {
+        name: spec.kv_quant_mode.name for name, spec in group.kv_cache_spec.kv_cache_specs.items()
+    }
+    assert [kept[name] for name in list(specs)[2:]] == ["OCTAVE_K3V4", "CUSTOM"]
 
 
 def test_small_arithmetic() -> None:

@@ -19,6 +19,7 @@ from k3backend.common.kv_config import (
     request_bytes,
 )
 from k3backend.common.kv_groups import kv_tp_replicas, plan_groups
+from k3backend.common.kv_layout import KVCacheLayout
 from k3backend.common.kv_spec import UniformTypeKVCacheSpecs
 from k3backend.common.spec_file import parse_spec_document
 from tests.helpers.random_specs import random_document
@@ -70,6 +71,8 @@ FLOORS = {
     "NotImplementedError": 60,
     "TypeError": 3,
     "StopIteration": 4,
+    "heads placed": 80,
+    "heads refused": 50,
 }
 
 
@@ -101,9 +104,14 @@ def plan_with_ours(document: dict[str, Any]) -> Outcome:
                 spec.max_num_blocks_per_req(context, context.max_model_len),
             )
         )
+    try:
+        config = build_kv_cache_config(groups, context, 7)
+    except K3Error as error:
+        # Every number of a plan was given by now.
+        raise AssertionError(f"planned, but cannot be placed: {error}") from error
     outcome.tensors = [
         (list(t.layers), t.layer_stride, t.block_stride, t.offset, t.size)
-        for t in build_kv_cache_config(groups, context, 7).kv_cache_tensors
+        for t in config.kv_cache_tensors
     ]
     if file.available_bytes is not None:
         stages = plan_stages(groups, context, file.stages, file.available_bytes)
@@ -169,6 +177,9 @@ def test_random_spec_sets_equal_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         if difference:
             differences.append(f"seed {seed}: {difference}\n{json.dumps(document)}")
         covered[error or "planned"] += 1
+        covered["heads refused" if error else "heads placed"] += any(
+            "num_heads" in entry for entry in document["layers"]
+        )
         if not error:
             covered.update({entry["kind"] for entry in document["layers"]})
             covered[document["layout"]] += 1
@@ -192,6 +203,12 @@ def _entry(kind: str, count: int = 2, **fields: Any) -> dict[str, Any]:
 
 def _mla(count: int = 2, **fields: Any) -> dict[str, Any]:
     return _entry("mla_attention", count, **{"num_kv_heads": 1, **fields})
+
+
+def _state(count: int, **fields: Any) -> dict[str, Any]:
+    """Kimi-K3's recurrent state at TP 8: 878,592 B."""
+    shapes = {"shapes": [[4608, 10], [12, 128, 128]], "dtypes": ["bfloat16", "float32"]}
+    return {"kind": "mamba", "count": count, "block_size": 64, **shapes, **fields}
 
 
 QUIRKS: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
@@ -325,6 +342,32 @@ QUIRKS: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
         [_entry("full_attention", kv_quant_mode=m) for m in ("CUSTOM", "OCTAVE_K3V4")],
         {},
     ),
+    "two quantisation modes of one number take one place in the order of layers": (
+        "",
+        [
+            *(
+                _entry("full_attention", count, kv_quant_mode=mode)
+                for count, mode in ((1, "CUSTOM"), (1, "OCTAVE_K3V4"), (3, "CUSTOM"))
+            ),
+            _entry("sliding_window", 2, sliding_window=512),
+        ],
+        {},
+    ),
+    "a padded state whose heads spread over more than its page": (
+        "AssertionError",
+        [_state(2, num_heads=2, page_size_padded=884_736)],
+        {},
+    ),
+    "a state whose heads spread over whole pages": (
+        "",
+        [_state(2, num_heads=2, page_size_padded=878_592), _state(1, num_heads=2)],
+        {},
+    ),
+    "a page padded to all heads of a state": (
+        "",
+        [_state(2, num_heads=2, page_size_padded=2 * 884_736)],
+        {},
+    ),
     "a window that DCP would have to shard": (
         "AssertionError",
         [_entry("full_attention"), _entry("sliding_window", sliding_window=512)],
@@ -333,11 +376,8 @@ QUIRKS: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("quirk", QUIRKS)
-def test_quirk_equals_vllm(quirk: str) -> None:
-    """Each known oddity by itself: vLLM still has it, and we answer alike."""
-    expected_error, entries, settings = QUIRKS[quirk]
-    document = {
+def _document(entries: list[dict[str, Any]], **settings: Any) -> dict[str, Any]:
+    return {
         "schema": "k3backend.specs/1",
         "layout": "LBNHC",
         "tp_size": 1,
@@ -351,9 +391,28 @@ def test_quirk_equals_vllm(quirk: str) -> None:
             {**entry, "prefix": f"{entry['kind']}{number}."} for number, entry in enumerate(entries)
         ],
     }
+
+
+@pytest.mark.parametrize("quirk", QUIRKS)
+def test_quirk_equals_vllm(quirk: str) -> None:
+    """Each known oddity by itself: vLLM still has it, and we answer alike."""
+    expected_error, entries, settings = QUIRKS[quirk]
+    document = _document(entries, **settings)
     error, difference = _compare(document)
     assert error == expected_error
     assert difference == ""
     if expected_error:
         with pytest.raises(K3Error, match=r"layer \w+\.\d+"):
             plan_with_ours(document)
+
+
+@pytest.mark.parametrize("layout", [layout.name for layout in KVCacheLayout])
+@pytest.mark.parametrize(
+    ("padded", "places"), [(884_736, False), (878_592, True), (2 * 878_592, True)]
+)
+def test_padded_state_of_two_heads_equals_vllm(layout: str, padded: int, places: bool) -> None:
+    """vLLM places it where the heads spread over whole pages and lie within the block."""
+    entries = [_state(2, num_heads=2, page_size_padded=padded)]
+    error, difference = _compare(_document(entries, layout=layout))
+    assert difference == ""
+    assert error == ("" if places and KVCacheLayout[layout].is_block_compact else "AssertionError")
