@@ -23,7 +23,7 @@ from k3backend.common.kv_spec import (
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
-    get_kv_cache_spec_kind,
+    spec_kind_name,
 )
 from k3backend.common.plan_context import PlanContext
 from k3backend.common.plan_warnings import plan_warnings
@@ -37,7 +37,7 @@ class GroupPlan:
 
     Attributes:
         id: number of the group, from 0.
-        kind: kind of its spec, as vLLM names it.
+        kind: its spec's kind as a spec file names it; "full_attention" for MLA beside full.
         layer_names: in the group's order.
         block_size: tokens of a block.
         page_size_bytes: widest page of a layer, padding included.
@@ -208,7 +208,7 @@ def _group_plan(
     draft_layers = sum(specs[name].is_draft for name in group.layer_names)
     return GroupPlan(
         id=number,
-        kind=get_kv_cache_spec_kind(spec).value,
+        kind=spec_kind_name(spec),
         layer_names=tuple(group.layer_names),
         block_size=spec.block_size,
         page_size_bytes=max(run.page_size_bytes for run, _ in layer_spec_runs(group)),

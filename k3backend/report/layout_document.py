@@ -7,7 +7,6 @@ from dataclasses import fields
 from typing import Any
 
 from k3backend.common.kv_capacity import Capacity
-from k3backend.common.kv_config import layer_spec_runs
 from k3backend.common.kv_plan import GroupPlan, KvPlan
 from k3backend.common.kv_spec import (
     KVCacheGroupSpec,
@@ -111,10 +110,12 @@ def spec_fields(spec: KVCacheSpec) -> dict[str, Any]:
     """
     document: dict[str, Any] = {"kind": spec_kind_name(spec), "block_size": spec.block_size}
     if isinstance(spec, UniformTypeKVCacheSpecs):
-        group = KVCacheGroupSpec(list(spec.kv_cache_specs), spec)
+        layers: dict[tuple[KVCacheSpec, bool], list[str]] = {}
+        for name, own in spec.kv_cache_specs.items():
+            layers.setdefault((own, own.is_draft), []).append(name)
+        document["is_draft"] = spec.is_draft
         document["layer_specs"] = [
-            {"layers": names, **spec_fields(layer_spec)}
-            for layer_spec, names in layer_spec_runs(group)
+            {"layers": names, **spec_fields(own)} for (own, _), names in layers.items()
         ]
         return document
     document.update(

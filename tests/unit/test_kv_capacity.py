@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,14 @@ from k3backend.common.kv_config import (
 )
 from k3backend.common.kv_groups import plan_groups
 from k3backend.common.kv_plan import make_plan
-from k3backend.common.kv_spec import KVCacheGroupSpec, KVCacheSpec, MultipleOf
-from k3backend.common.plan_context import PlanContext
+from k3backend.common.kv_spec import (
+    SPEC_CLASSES,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MultipleOf,
+)
+from k3backend.common.plan_context import LAYOUT_NAMES, PlanContext
 from k3backend.common.spec_file import parse_spec_document
 from tests.unit.test_kv_groups import full, layers, mla, window
 
@@ -166,6 +172,54 @@ def test_plan_of_k3() -> None:
     assert plan.block_table_columns == (690, 690, 690, 683)
     assert plan.capacity is None
     assert plan.kv_tp_replicas == 1
+
+
+@pytest.mark.parametrize("kind", sorted(SPEC_CLASSES))
+def test_a_groups_kind_is_the_spec_files(kind: str) -> None:
+    """An unmixed group, merged or with a spec per layer, is called what its layers are called."""
+    shape = {"block_size": 16, "num_kv_heads": 1, "head_size": 64, "dtype": "bfloat16"}
+    needed: dict[str, Any] = {
+        "rswa": {"rswa_window": 512},
+        "chunked_local_attention": {"attention_chunk_size": 512},
+        "sliding_window": {"sliding_window": 512},
+        "sliding_window_mla": {"sliding_window": 512},
+        "circular_buffer": {"sliding_window": 512},
+        "kpool_tail": {"sliding_window": 512},
+    }
+    entry = {"kind": kind, "count": 2, **shape, **needed.get(kind, {})}
+    if kind == "mamba":
+        entry = {"kind": kind, "count": 2, "block_size": 16, "shapes": [[64]], "dtypes": ["uint8"]}
+    known = {f.name for f in fields(SPEC_CLASSES[kind])} | {"kind", "count"}
+    entry = {name: value for name, value in entry.items() if name in known}
+    document = {
+        "schema": "k3backend.specs/1",
+        "max_model_len": 64,
+        "layers": [{**entry, "prefix": "a"}],
+    }
+    file = parse_spec_document(document)
+    for policy in ("vllm", "k3"):
+        plan = make_plan(file.specs, file.context, policy)
+        assert {group.kind for group in plan.groups} == {kind}
+
+
+def test_a_mixed_group_is_full_attention() -> None:
+    specs = layers(m=(1, mla(head_size=64)), f=(1, full(block_size=64)))
+    assert [g.kind for g in make_plan(specs, CONTEXT, "vllm").groups] == ["full_attention"]
+
+
+def test_padded_heads_that_fill_no_whole_page_cannot_be_placed() -> None:
+    """Two heads of 878,592 B over a page of 884,736 B; vLLM's strides refuse it in every order."""
+    state = MambaSpec(
+        block_size=64, shapes=((4608, 10), (12, 128, 128)), dtypes=("bfloat16", "float32")
+    )
+    for order in LAYOUT_NAMES:
+        for policy in ("vllm", "k3", "isolate"):
+            context = replace(CONTEXT, layout=order)
+            specs = layers(a=(2, replace(state, num_heads=2, page_size_padded=884_736)))
+            with pytest.raises((LayoutError, PlanError), match=r"layer a\.0"):
+                make_plan(specs, context, policy)
+    whole = layers(a=(2, replace(state, num_heads=2, page_size_padded=2 * 884_736)))
+    assert make_plan(whole, CONTEXT, "vllm").block_bytes == 2 * 2 * 884_736
 
 
 def test_plan_of_nothing() -> None:
