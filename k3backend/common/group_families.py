@@ -23,7 +23,6 @@ from k3backend.common.block_forms import (
     is_padded,
     largest_blocks,
     most_tokens,
-    side_of,
     unified_form,
 )
 from k3backend.common.errors import K3Error, LayoutError, PlanError
@@ -46,12 +45,14 @@ class SearchFrame:
         lcm_tokens: lcm of the groups' block sizes; None where prefix caching is off.
         span_tokens: the same with blocks counted over all DCP ranks.
         at_context: the deployment with the planning context as its longest request.
+        names: every layer's name, in model order.
         stages: pipeline stage of every layer, in model order; empty for one stage.
     """
 
     lcm_tokens: int | None
     span_tokens: int | None
     at_context: PlanContext
+    names: tuple[str, ...]
     stages: tuple[int, ...] = ()
 
     def problem(self, specs: Sequence[KVCacheSpec]) -> str | None:
@@ -257,7 +258,7 @@ def _families_of(
         )
         if buckets not in seen:
             seen.append(buckets)
-            problem = lcm_problem or group_problem(buckets, context)
+            problem = lcm_problem or group_problem(buckets, context, frame.names)
             yield Family(family_name(buckets), buckets, problem)
 
 
@@ -343,25 +344,34 @@ def stride_bytes(spec: KVCacheSpec, context: PlanContext) -> int:
     return block_stride_bytes(spec)
 
 
-def group_problem(buckets: Sequence[Bucket], context: PlanContext) -> str | None:
-    """The first reason why these buckets cannot be used: kernel blocks, then the layout."""
+def group_problem(
+    buckets: Sequence[Bucket], context: PlanContext, names: Sequence[str]
+) -> str | None:
+    """The first reason why these buckets cannot be used: kernel blocks, then the layout.
+
+    Args:
+        names: every layer's name, in model order.
+    """
     for bucket in buckets:
         mixed = len(bucket.specs) > 1
         if mixed or any(spec.is_draft for spec in bucket.specs):
             found = group_kernel_problem(bucket.specs, context)
             if found is not None:
                 return found
-    return layout_problem(buckets, context)
+    return layout_problem(buckets, context, names)
 
 
-def layout_problem(buckets: Sequence[Bucket], context: PlanContext) -> str | None:
+def layout_problem(
+    buckets: Sequence[Bucket], context: PlanContext, names: Sequence[str]
+) -> str | None:
     """Why the context's layout cannot hold these buckets side by side, or None."""
     for bucket in buckets:
-        for spec in bucket.specs:
+        for index, spec in enumerate(bucket.specs):
+            layer = names[bucket.layers[bucket.spec_of_layer.index(index)]]
             try:
-                check_placement([KVCacheGroupSpec(["(its layers)"], spec)], context)
+                check_placement([KVCacheGroupSpec([layer], spec)], context)
             except LayoutError as error:
-                return str(error).replace("layer (its layers)", f"the {side_of(spec)}'s layers")
+                return str(error)
     return None
 
 

@@ -23,9 +23,9 @@ from k3backend.common.group_search import find_candidates, isolated_candidate
 from k3backend.common.grouping_choice import GroupingCandidate, GroupingChoice, PlanWarning
 from k3backend.common.kv_capacity import plan_stages
 from k3backend.common.kv_config import layer_spec_runs, request_blocks
-from k3backend.common.kv_groups import kv_tp_replicas, plan_groups
+from k3backend.common.kv_groups import kv_tp_replicas, mark_draft_groups, plan_groups
+from k3backend.common.kv_labels import LabelReport, normalize_labels, settle_dcp_sharding
 from k3backend.common.kv_layout import KVCacheLayout
-from k3backend.common.kv_merge import normalize_labels
 from k3backend.common.kv_spec import KVCacheGroupSpec, KVCacheSpec
 from k3backend.common.plan_context import PlanContext
 from k3backend.common.plan_warnings import label_warning, shard_sentence
@@ -78,6 +78,16 @@ def choose_grouping(
     """
     if policy not in ("k3", "vllm", "isolate"):
         raise InputError(f"policy is {policy!r}, expected k3, vllm or isolate; give one of these")
+    choice = _choose(specs, context, policy, stages)
+    return replace(choice, groups=mark_draft_groups(choice.groups, specs))
+
+
+def _choose(
+    specs: Mapping[str, KVCacheSpec],
+    context: PlanContext,
+    policy: str,
+    stages: Mapping[str, int] | None,
+) -> GroupingChoice:
     at_stage = _stages(specs, stages)
     default, failure = _default(specs, context, stages if at_stage else None)
     if policy == "vllm" or not specs:
@@ -85,7 +95,7 @@ def choose_grouping(
             raise failure or PlanError("no grouping was found")
         return _default_answer(default, "the default grouping was asked for")
     if policy == "isolate":
-        return _isolated(specs, context, default, at_stage)
+        return _isolated(specs, context, default, failure, at_stage)
     if default is not None:
         settled = _leave_alone(default, context)
         if settled is not None:
@@ -186,8 +196,7 @@ def _cheapest(
     stages: tuple[int, ...],
 ) -> GroupingChoice:
     rates = _Rates.from_environment()
-    declared, shards = declare_shards(specs)
-    repaired, labels = normalize_labels(declared)
+    repaired, labels, shards = _repaired(specs, context)
     found = find_candidates(repaired, context, default, rates.cost, stages)
     candidates = unique_names(found if default is None else [default, *found])
     usable = [candidate for candidate in candidates if candidate.problem is None]
@@ -230,6 +239,16 @@ def _cheapest(
     )
 
 
+def _repaired(
+    specs: Mapping[str, KVCacheSpec], context: PlanContext
+) -> tuple[dict[str, KVCacheSpec], list[LabelReport], list[ShardRepair]]:
+    """The specs without differences that mean nothing, and what was changed."""
+    settled, sharding = settle_dcp_sharding(specs, context.dcp_size)
+    declared, shards = declare_shards(settled)
+    repaired, labels = normalize_labels(declared)
+    return repaired, [*sharding, *labels], shards
+
+
 def _is_eligible(candidate: Candidate, yardstick: Candidate, rates: _Rates) -> bool:
     """Whether it has no more groups than the yardstick, or saves bytes in earnest."""
     return (
@@ -242,15 +261,14 @@ def _isolated(
     specs: Mapping[str, KVCacheSpec],
     context: PlanContext,
     default: Candidate | None,
+    failure: K3Error | None,
     stages: tuple[int, ...],
 ) -> GroupingChoice:
     """The draft in groups of its own; the default where there is no draft, or no target."""
     isolated = isolated_candidate(specs, context, stages)
     if isolated is None:
         if default is None:
-            # Says why, in the planner's words.
-            plan_groups(specs, context)
-            raise PlanError("no grouping was found; plan with policy k3")
+            raise failure or PlanError("no grouping was found; plan with policy k3")
         reason = "there is no draft beside a target, so vLLM's default grouping stands"
         return _default_answer(default, reason)
     if isolated.problem is not None:
@@ -390,6 +408,8 @@ def _unplannable(
         except K3Error:
             pass
         return failure or PlanError("no grouping was found")
+    if str(failure) == problems[0]:
+        return PlanError(problems[0], layer)
     said = str(failure).replace(", or plan with policy k3", "")
     return PlanError(f"{said}; other groupings are ruled out: {problems[0]}", layer)
 
@@ -412,11 +432,11 @@ def candidate_groups(
     if default is not None and len(choice.candidates) == 1:
         return {default.name: choice.groups}
     rates = _Rates.from_environment()
-    repaired, _ = normalize_labels(declare_shards(specs)[0])
+    repaired, _, _ = _repaired(specs, context)
     found = find_candidates(repaired, context, default, rates.cost, at_stage)
     candidates = unique_names(found if default is None else [default, *found])
     return {
-        candidate.name: candidate.build(list(specs))
+        candidate.name: mark_draft_groups(candidate.build(list(specs)), specs)
         for candidate in candidates
         if candidate.problem is None or candidate is default
     }

@@ -72,7 +72,7 @@ def find_candidates(
         one that would have been cheapest.
     """
     kinds = layer_kinds(specs.values())
-    frame = _frame(kinds, context, default, stages)
+    frame = _frame(kinds, context, default, tuple(specs), stages)
     found: list[Candidate] = []
     refused: list[Candidate] = []
     for page_bytes in _page_sizes(kinds):
@@ -115,19 +115,22 @@ def _frame(
     kinds: Sequence[LayerKind],
     context: PlanContext,
     default: Candidate | None,
+    names: tuple[str, ...],
     stages: tuple[int, ...],
 ) -> SearchFrame:
     """The lcm to keep: the default grouping's; the target's own where there is no default."""
     at_context = context.with_max_model_len(context.planning_tokens)
     if not context.prefix_caching:
-        return SearchFrame(None, None, at_context, stages)
+        return SearchFrame(None, None, at_context, names, stages)
     if default is not None:
         held = [spec for group in default.given for spec in iter_layer_specs(group.kv_cache_spec)]
     else:
         sides = [kind for kind in kinds if not kind.is_draft] or list(kinds)
         page_bytes = max(kind.spec.page_size_bytes for kind in sides)
         held = [unified_form(kind.spec, page_bytes) or kind.spec for kind in sides]
-    return SearchFrame(block_lcm(held), block_lcm(held, context.dcp_size), at_context, stages)
+    return SearchFrame(
+        block_lcm(held), block_lcm(held, context.dcp_size), at_context, names, stages
+    )
 
 
 def _has_foreign_draft(kinds: Sequence[LayerKind]) -> bool:
@@ -192,9 +195,9 @@ def isolated_candidate(
             forms[index] = form
     at_context = context.with_max_model_len(context.planning_tokens)
     ordered = [forms[index] for index in range(len(kinds))]
-    frame = SearchFrame(None, None, at_context, stages)
+    frame = SearchFrame(None, None, at_context, tuple(names), stages)
     buckets = form_buckets(kinds, ordered, frame, apart=True, strict=True, fitting=context)
-    family = Family(ISOLATE_NAME, buckets, group_problem(buckets, context))
+    family = Family(ISOLATE_NAME, buckets, group_problem(buckets, context, names))
     counts = [len(bucket.layers) for bucket in buckets if not bucket.specs[0].is_draft]
     width = min(counts)
     if max(counts) < width * WIDEST_WITHIN:

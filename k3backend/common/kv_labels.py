@@ -1,4 +1,5 @@
-"""Fields that say the same in two ways: "fp8" and "fp8_e4m3", an alignment that holds anyway.
+"""Fields that say the same in two ways: "fp8" and "fp8_e4m3", an alignment that holds anyway, a
+sharding over one DCP rank.
 
 vLLM compares such labels as text and splits groups over them. Here they are recognised, brought
 to one form before layers are grouped under policy "k3", and reported.
@@ -12,7 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from k3backend.common.kv_dtype import DType, KVQuantMode, MultipleOf
-from k3backend.common.kv_spec import AttentionSpec, FullAttentionSpec, KVCacheSpec, MambaSpec
+from k3backend.common.kv_spec import (
+    AttentionSpec,
+    FullAttentionSpec,
+    HiddenStateCacheSpec,
+    KVCacheSpec,
+    KVCacheSpecRegistry,
+    MambaSpec,
+)
 
 LABEL_FIELDS = (
     "cache_dtype_str",
@@ -49,9 +57,14 @@ class LabelReport:
         count = len(self.layer_names)
         layers = self.layer_names[0] if count == 1 else f"{count} layers ({self.layer_names[0]}, …)"
         return (
-            f"{self.field} {self.left!r} of {layers} means the same bytes as {self.right!r} of the "
-            "other layers and was taken for it; declare one of them to have vLLM group them too"
+            f"{self.field} {self.left!r} of {layers} means {self.sameness} as {self.right!r} of "
+            "the other layers and was taken for it; declare one of them to have vLLM group them too"
         )
+
+    @property
+    def sameness(self) -> str:
+        """What the two values have in common."""
+        return "the same with one DCP rank" if self.field == "dcp_sharded" else "the same bytes"
 
 
 def same_meaning(left: KVCacheSpec, right: KVCacheSpec, field: str) -> bool:
@@ -60,6 +73,40 @@ def same_meaning(left: KVCacheSpec, right: KVCacheSpec, field: str) -> bool:
         return False
     same = _meaning(left, field) == _meaning(right, field)
     return same and bool(_one_label([left, right], field))
+
+
+def settle_dcp_sharding(
+    specs: Mapping[str, KVCacheSpec], dcp_size: int
+) -> tuple[dict[str, KVCacheSpec], list[LabelReport]]:
+    """With one DCP rank, give layers that could share a group one ``dcp_sharded``, the first's.
+
+    Nothing is dealt out over one rank, so sizes, block tables and replicas do not depend on the
+    field; only vLLM's comparison of specs does.
+
+    Returns:
+        The specs in the same order, and what was changed: nothing with more DCP ranks.
+    """
+    if dcp_size != 1:
+        return dict(specs), []
+    first_of_base: dict[type[KVCacheSpec], bool] = {}
+    changed: dict[tuple[KVCacheSpec, bool], KVCacheSpec] = {}
+    layers: dict[bool, list[str]] = {}
+    result = dict(specs)
+    for name, spec in specs.items():
+        base = KVCacheSpecRegistry.get_uniform_type_base_spec(spec)
+        if base is None or isinstance(spec, HiddenStateCacheSpec):
+            continue
+        sharded = first_of_base.setdefault(base, spec.dcp_sharded)
+        if spec.dcp_sharded != sharded:
+            key = (spec, spec.is_draft)
+            if key not in changed:
+                changed[key] = replace(spec, dcp_sharded=sharded)
+            result[name] = changed[key]
+            layers.setdefault(spec.dcp_sharded, []).append(name)
+    return result, [
+        LabelReport("dcp_sharded", value, not value, tuple(names))
+        for value, names in layers.items()
+    ]
 
 
 def normalize_labels(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from k3backend.common.block_forms import is_mla, real_page_bytes, side_of
 from k3backend.common.grouping_choice import PlanWarning
 from k3backend.common.kv_config import layer_spec_runs, pool_block_bytes, request_blocks
-from k3backend.common.kv_merge import LabelReport, normalize_labels
+from k3backend.common.kv_labels import LabelReport, normalize_labels, settle_dcp_sharding
 from k3backend.common.kv_spec import (
     AttentionSpec,
     FullAttentionSpec,
@@ -107,14 +107,15 @@ def shard_sentence(repair: ShardRepair, specs: Mapping[str, KVCacheSpec]) -> str
 
 def _labels(plan: _Measured) -> list[PlanWarning]:
     split = len(plan.groups) > 1
-    reports = normalize_labels(plan.specs)[1] if split else []
+    settled, sharding = settle_dcp_sharding(plan.specs, plan.context.dcp_size)
+    reports = [*sharding, *normalize_labels(settled)[1]] if split else []
     return [
         PlanWarning(
             "label-alias",
             f"{side_of(plan.specs[report.layer_names[0]])}.{report.field} is {report.left!r} on "
-            f"{report.layer_names[0]} and {report.right!r} on other layers; both mean the same "
-            "bytes, but vLLM's default keeps such layers apart: declare one of them, or plan with "
-            "policy k3",
+            f"{report.layer_names[0]} and {report.right!r} on other layers; both mean "
+            f"{report.sameness}, but vLLM's default keeps such layers apart: declare one of them, "
+            "or plan with policy k3",
         )
         for report in reports
     ]
@@ -127,7 +128,7 @@ def _shards(plan: _Measured) -> list[PlanWarning]:
             f"{shard_sentence(repair, plan.specs)}; vLLM's default keeps such layers apart, "
             "declare it in the model",
         )
-        for repair in undeclared_shards(plan.specs)
+        for repair in undeclared_shards(settle_dcp_sharding(plan.specs, plan.context.dcp_size)[0])
     ]
 
 

@@ -99,7 +99,7 @@ def explain_plan(
     formats = layer_formats(specs, plan)
     apart, reconciled = [], []
     for first, second in itertools.combinations(formats, 2):
-        pair = _Pair.of(first, second)
+        pair = _Pair.of(first, second, plan.context.dcp_size)
         if not set(first.group_ids) & set(second.group_ids):
             apart.append(pair)
         elif pair.blocking:
@@ -157,9 +157,15 @@ class _Pair:
     agreed: dict[str, Any] | None
 
     @classmethod
-    def of(cls, first: LayerFormat, second: LayerFormat) -> _Pair:
+    def of(cls, first: LayerFormat, second: LayerFormat, dcp_size: int) -> _Pair:
         left, right = sorted((first, second), key=_rank)
-        differences = tuple(explain_difference(left.spec, right.spec))
+        differences = tuple(
+            # Over one rank nothing is sharded, whatever the field says.
+            replace(d, kind=DifferenceKind.LABEL)
+            if dcp_size == 1 and d.field == "dcp_sharded"
+            else d
+            for d in explain_difference(left.spec, right.spec)
+        )
         return cls(left, right, differences, _agreed(left.spec, right.spec, differences))
 
     @property

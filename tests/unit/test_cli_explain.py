@@ -153,3 +153,24 @@ def test_every_two_of_many_formats_are_bounded(
     path.write_text(json.dumps(document))
     outcome = run_here(capsys, "explain", "--policy", "vllm", "--specs", str(path))
     assert_refused(outcome, "--specs", "201 different specs", "at most 200")
+
+
+@pytest.mark.parametrize(("policy", "pairs"), [("vllm", "apart"), ("k3", "reconciled")])
+def test_sharding_over_one_dcp_rank_is_a_label(
+    policy: str, pairs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = json.loads((CASES / "k3-mla-draft.json").read_text())["specs"]
+    document["layers"][-1]["dcp_sharded"] = False
+    path = tmp_path / "specs.json"
+    kinds = {}
+    for dcp_size in (1, 8):
+        path.write_text(json.dumps({**document, "dcp_size": dcp_size}))
+        answer = explain(capsys, "--specs", str(path), "--policy", policy)
+        found = answer[pairs] if dcp_size == 1 else answer["apart"]
+        (kinds[dcp_size],) = {
+            (d["kind"], "policy k3 takes them for one" in pair["remedy"])
+            for pair in found
+            for d in pair["differences"]
+            if d["field"] == "dcp_sharded" and d["blocks"] and len(pair["differences"]) <= 2
+        }
+    assert kinds == {1: ("label", True), 8: ("sharing", False)}
