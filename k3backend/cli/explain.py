@@ -11,6 +11,7 @@ from k3backend.cli.arguments import (
     add_deployment_arguments,
     add_output_arguments,
     add_plan_arguments,
+    add_plot_argument,
     refuse_deployment_flags,
     word,
 )
@@ -21,6 +22,7 @@ from k3backend.cli.deployment_plans import (
     describe,
     read_deployment,
 )
+from k3backend.cli.plots import checked_path, plot_plans
 from k3backend.cli.spec_plans import spec_file_input
 from k3backend.common.errors import InputError
 from k3backend.common.kv_plan import KvPlan
@@ -37,11 +39,13 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument("--specs", type=word, metavar="FILE", help="a spec file, for any model")
     add_deployment_arguments(parser)
     add_plan_arguments(parser)
+    add_plot_argument(parser)
     add_output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> Answer:
     """Explain the plan of a deployment or of a spec file. Raises K3Error where it cannot be."""
+    picture = checked_path(args.plot)
     heading: str | None = None
     if args.specs is not None:
         refuse_deployment_flags(args)
@@ -49,7 +53,10 @@ def run(args: argparse.Namespace) -> Answer:
     else:
         deployment = read_deployment(args)
         heading, inputs = describe(deployment), deployment_inputs(args, deployment)
-    documents = {item.name: _explain(item) for item in inputs}
+    planned = [(item, item.plan()) for item in inputs]
+    documents = {item.name: _explain(item, plan) for item, plan in planned}
+    if picture is not None:
+        plot_plans(picture, planned)
     equal = _all_equal(documents)
     answer: dict[str, Any] = next(iter(documents.values()))
     if args.platform == "all":
@@ -70,11 +77,10 @@ def run(args: argparse.Namespace) -> Answer:
     return Answer(answer, render)
 
 
-def _explain(source: PlanInput) -> dict[str, Any]:
+def _explain(source: PlanInput, plan: KvPlan) -> dict[str, Any]:
     def replan(specs: Mapping[str, KVCacheSpec]) -> KvPlan:
         return replace(source, specs=dict(specs)).plan()
 
-    plan = source.plan()
     try:
         return explain_plan(source.specs, plan, source.platform, replan)
     except InputError as error:

@@ -15,6 +15,7 @@ from k3backend.cli.arguments import (
     add_deployment_arguments,
     add_output_arguments,
     add_plan_arguments,
+    add_plot_argument,
     planning_context,
 )
 from k3backend.cli.command_line import EXIT_DONE, EXIT_NO, Answer, CommandParser, UsageError
@@ -24,6 +25,7 @@ from k3backend.cli.deployment_plans import (
     describe,
     read_deployment,
 )
+from k3backend.cli.plots import checked_path, plot_plans
 from k3backend.common.k3_model import Deployment
 from k3backend.common.kv_capacity import longest_model_len
 from k3backend.common.kv_plan import KvPlan
@@ -40,6 +42,7 @@ def add_arguments(parser: CommandParser) -> None:
     """Declare the flags of ``fit``: those of ``layout``, of which it needs ``--memory``."""
     add_deployment_arguments(parser)
     add_plan_arguments(parser)
+    add_plot_argument(parser)
     add_output_arguments(parser)
 
 
@@ -55,16 +58,21 @@ def run(args: argparse.Namespace) -> Answer:
             "argument --memory: is missing; give the bytes of one rank's KV cache as GiB, for "
             "example --memory 60"
         )
+    picture = checked_path(args.plot)
     deployment = read_deployment(args)
     context = planning_context(args, deployment.max_model_len)
     documents = {}
+    planned = []
     for source in deployment_inputs(args, deployment):
         plan = source.plan()
         if args.max_model_len is None:
-            plan = _longest(args, deployment, source, plan, context)
+            source, plan = _longest(args, deployment, source, plan, context)
+        planned.append((source, plan))
         documents[source.name] = fit_document(
             plan, source.platform, asked=args.max_model_len, limit=deployment.max_model_len
         )
+    if picture is not None:
+        plot_plans(picture, planned)
     fits = all(document["fits"] for document in documents.values())
     answer: dict[str, Any] = next(iter(documents.values()))
     if args.platform == "all":
@@ -88,20 +96,20 @@ def _longest(
     source: PlanInput,
     plan: KvPlan,
     context: int | None,
-) -> KvPlan:
-    """The plan of the longest request that fits, or ``plan`` where none does."""
-    best, best_tokens = plan, 0
+) -> tuple[PlanInput, KvPlan]:
+    """What was planned for the longest request that fits, or what is given where none does."""
+    best, best_tokens = (source, plan), 0
     limit = deployment.max_model_len
     if not longest_model_len(plan.stages, plan.context, limit):
         # Short requests may want another grouping, with smaller blocks.
-        plan = _plan_at(args, deployment, source, 1, context)
+        _, plan = _plan_at(args, deployment, source, 1, context)
     for _ in range(MAX_REPLANS):
         tokens = longest_model_len(plan.stages, plan.context, limit)
         if tokens <= best_tokens:
             break
-        plan = _plan_at(args, deployment, source, tokens, context)
+        shorter, plan = _plan_at(args, deployment, source, tokens, context)
         if longest_model_len(plan.stages, plan.context, tokens) == tokens:
-            best, best_tokens = plan, tokens
+            best, best_tokens = (shorter, plan), tokens
     return best
 
 
@@ -111,9 +119,9 @@ def _plan_at(
     source: PlanInput,
     tokens: int,
     context: int | None,
-) -> KvPlan:
+) -> tuple[PlanInput, KvPlan]:
     at_length = argparse.Namespace(**vars(args))
     at_length.platform = source.platform
     at_length.context = tokens if context is None else min(context, tokens)
     (shorter,) = deployment_inputs(at_length, replace(deployment, max_model_len=tokens))
-    return shorter.plan()
+    return shorter, shorter.plan()

@@ -115,16 +115,48 @@ def test_layout_and_groups_write_what_plot_names(
     assert "co-located-w29" in page.read_text()
 
 
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".html"])
+@pytest.mark.parametrize("command", ["explain", "explain --specs", "fit"])
+def test_explain_and_fit_write_what_plot_names(
+    command: str, suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / f"plan{suffix}"
+    specs = tmp_path / "specs.json"
+    specs.write_text(json.dumps(json.loads(CASE.read_text())["specs"]))
+    flags = {
+        "explain": ["--draft", "dspark-gqa-full"],
+        "explain --specs": ["--specs", str(specs)],
+        "fit": ["--draft", "dspark-gqa-full", "--memory", "10"],
+    }[command]
+    words = [command.split()[0], *flags, "--json"]
+    assert main(words) == 0
+    plain = capsys.readouterr().out
+    assert main([*words, "--plot", str(path)]) == 0
+    assert capsys.readouterr().out == plain
+    if suffix == ".png":
+        assert path.read_bytes().startswith(b"\x89PNG")
+        return
+    drawn = path.read_text()
+    assert "co-located" in drawn
+    if command == "fit":
+        # The curves end at the longest request that fits, not at the model's.
+        assert json.loads(plain)["longest_max_model_len"] < MILLION
+        assert "1 Mi" not in drawn
+    else:
+        assert "1 Mi" in drawn
+
+
 @pytest.mark.parametrize(
     ("name", "words"), [("plan.pdf", "does not end in"), ("none/plan.png", "does not exist")]
 )
 def test_other_names_are_refused_before_any_work(
     tmp_path: Path, name: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["layout", "--plot", str(tmp_path / name)]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert words in captured.err
+    for command in (["layout"], ["explain"], ["fit", "--memory", "60"]):
+        assert main([*command, "--plot", str(tmp_path / name)]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert words in captured.err
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
