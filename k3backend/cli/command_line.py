@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import io
 import json
 import os
 import sys
@@ -145,8 +146,15 @@ def _rendered(answer: Answer) -> str:
     from rich.console import Console
 
     terminal = sys.stdout is not None and sys.stdout.isatty()
-    width = None if terminal else PIPE_WIDTH_COLUMNS
-    console = Console(width=width, highlight=False, markup=False, emoji=False)
+    console = Console(
+        # Rich also touches its file while it captures. Only print_text writes to stdout.
+        file=io.TextIOWrapper(io.BytesIO(), encoding=getattr(sys.stdout, "encoding", None)),
+        force_terminal=True if terminal else None,
+        width=None if terminal else PIPE_WIDTH_COLUMNS,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
     with console.capture() as capture:
         answer.render(console)
     return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())

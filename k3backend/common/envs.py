@@ -28,7 +28,7 @@ class EnvVar:
             return self.default
         if self.choices and raw not in self.choices:
             raise InputError(
-                f"{self.name}={raw!r} is not one of {', '.join(self.choices)}; "
+                f"{self.name}={_shown(raw)} is not one of {', '.join(self.choices)}; "
                 "set one of these or unset it"
             )
         return raw
@@ -40,7 +40,7 @@ class EnvVar:
             return True
         if raw in {"0", "false", "off", "no"}:
             return False
-        raise InputError(f"{self.name}={raw!r} is not a switch; set 1 or 0, or unset it")
+        raise InputError(f"{self.name}={_shown(raw)} is not a switch; set 1 or 0, or unset it")
 
     def number(self) -> float | None:
         """The value as a finite non-negative number, or None where unset without a default."""
@@ -52,17 +52,30 @@ class EnvVar:
         except ValueError:
             value = float("nan")
         if not 0 <= value < float("inf"):
-            raise InputError(f"{self.name}={raw!r} is not a number >= 0; correct or unset it")
+            raise InputError(f"{self.name}={_shown(raw)} is not a number >= 0; correct or unset it")
         return value
 
     def positive_int(self) -> int | None:
-        """The value as an integer >= 1, or None where unset without a default."""
+        """The value as an integer from 1 to 2^63 - 1; None where unset without a default."""
         raw = self.get()
         if raw is None:
             return None
-        if not raw.isascii() or not raw.isdigit() or int(raw) < 1:
-            raise InputError(f"{self.name}={raw!r} is not an integer >= 1; correct or unset it")
+        digits = raw.isascii() and raw.isdigit() and len(raw) <= _MOST_DIGITS
+        if not digits or not 1 <= int(raw) < 1 << 63:
+            raise InputError(
+                f"{self.name}={_shown(raw)} is not an integer from 1 to {(1 << 63) - 1}; correct "
+                "or unset it"
+            )
         return int(raw)
+
+
+_MOST_DIGITS = 40
+"""Leading zeros included; Python refuses to convert thousands."""
+
+
+def _shown(raw: str) -> str:
+    """A value as a message shows it: quoted, and cut where it is long."""
+    return repr(raw) if len(raw) <= 60 else f"{raw[:60]!r}..."
 
 
 PLATFORM = EnvVar(

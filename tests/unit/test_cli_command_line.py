@@ -125,10 +125,12 @@ def run_with_streams(redirect: str, *words: str) -> subprocess.CompletedProcess[
     )
 
 
-@pytest.mark.parametrize("words", [("platform",), ("platform", "--help"), ("--help",)])
+@pytest.mark.parametrize(
+    "words", [("platform",), ("layout",), ("layout", "--json"), ("platform", "--help"), ("--help",)]
+)
 @pytest.mark.parametrize(
     ("redirect", "expected"),
-    [(">/dev/full", "No space left"), (">&-", "stdout is closed")],
+    [(">/dev/full", "stdout cannot be written (No space left"), (">&-", "stdout is closed")],
 )
 def test_a_stdout_that_takes_nothing_is_a_refusal(
     words: tuple[str, ...], redirect: str, expected: str
