@@ -26,6 +26,8 @@ BUNDLED_DRAFTS = (
     "dspark-gqa-full",
 )
 TARGET_MODEL_TYPES = ("kimi_k3", "kimi_linear")
+TEXT_MODEL_TYPE = "kimi_linear"
+"""What the text part of a ``kimi_k3`` config is."""
 MODEL_DTYPES = ("bfloat16", "float16", "float32")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -125,6 +127,8 @@ def load_target(name: str) -> TargetConfig:
             "model_type", f"one of {', '.join(TARGET_MODEL_TYPES)}", "give a Kimi-K3 family config"
         )
     text = fields.section("text_config") if model_type == "kimi_k3" else fields
+    if text is not fields and text.has("model_type") and text.text("model_type") != TEXT_MODEL_TYPE:
+        raise text.error("model_type", TEXT_MODEL_TYPE, "give a Kimi-K3 family config")
     num_layers = text.integer("num_hidden_layers", maximum=MAX_LAYERS)
     linear = text.section("linear_attn_config")
     return TargetConfig(
@@ -137,7 +141,7 @@ def load_target(name: str) -> TargetConfig:
         qk_rope_head_dim=text.integer("qk_rope_head_dim"),
         kda_num_heads=linear.integer("num_heads"),
         kda_head_dim=linear.integer("head_dim"),
-        kda_conv_kernel=linear.integer("short_conv_kernel_size"),
+        kda_conv_kernel=linear.integer("short_conv_kernel_size", minimum=2),
         dtype=_model_dtype(text, fields),
         max_position_embeddings=text.integer("max_position_embeddings", maximum=MAX_TOKENS),
     )

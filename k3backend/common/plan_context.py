@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from enum import Enum
 
 from k3backend.common.errors import InputError
 
@@ -85,7 +86,8 @@ class PlanContext:
     """The deployment that layers are planned for.
 
     Attributes:
-        layout: physical order of the cache, one of ``LAYOUT_NAMES``.
+        layout: physical order of the cache, one of ``LAYOUT_NAMES``; a ``KVCacheLayout`` is taken
+            by its name.
         tp_size, dcp_size, pp_size: ranks per kind of parallelism.
         max_model_len: longest request, in tokens.
         context: tokens at which groupings are compared; None means ``max_model_len``.
@@ -117,7 +119,9 @@ class PlanContext:
     max_num_encoder_input_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if self.layout not in LAYOUT_NAMES:
+        if isinstance(self.layout, Enum):
+            object.__setattr__(self, "layout", self.layout.name)
+        if not isinstance(self.layout, str) or self.layout not in LAYOUT_NAMES:
             raise InputError(f"layout is {self.layout!r}, expected one of {_any_of(LAYOUT_NAMES)}")
         if self.mamba_cache_mode not in MAMBA_CACHE_MODES:
             raise InputError(

@@ -30,7 +30,17 @@ MAX_LAYERS = 100_000
 """A model with more layers is taken for a mistake."""
 MAX_SIZE = 1 << 50
 """A size above this (a petabyte, or as many tokens) is taken for a mistake."""
+MAX_COUNT = 1 << 20
+"""More heads, shards or blocks per request than this are taken for a mistake."""
 
+_COUNTS = (
+    "num_kv_heads",
+    "num_head_slots",
+    "num_heads",
+    "max_tp_shards",
+    "num_speculative_blocks",
+    "num_prefill_checkpoint_blocks",
+)
 _CONTEXT_FIELDS = tuple(f.name for f in fields(PlanContext) if f.name != "pp_size")
 _DOCUMENT_FIELDS = ("schema", *_CONTEXT_FIELDS, "available_bytes", "layers")
 _ENTRY_FIELDS = ("kind", "prefix", "count", "names", "stage")
@@ -213,8 +223,9 @@ def _field_value(name: str, value: Any, path: str) -> Any:
         return MultipleOf(value["multiple_of"])
     if name == "tokens_per_state" and isinstance(value, str):
         return _fraction(value, path)
-    if isinstance(value, int) and not isinstance(value, bool) and value > MAX_SIZE:
-        raise InputError(f"{path} is {_show(value)}, expected at most {MAX_SIZE}; correct it")
+    most = MAX_COUNT if name in _COUNTS else MAX_SIZE
+    if isinstance(value, int) and not isinstance(value, bool) and value > most:
+        raise InputError(f"{path} is {_show(value)}, expected at most {most}; correct it")
     if isinstance(value, (list, dict, float)):
         raise InputError(
             f"{path} is {_show(value)}, expected an integer, a string, true, false or null"

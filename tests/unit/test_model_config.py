@@ -138,6 +138,9 @@ def test_head_dim_may_be_left_to_the_hidden_size(tmp_path: Path) -> None:
         ("model_type", 3, "model_type"),
         ("text_config", MISSING, "text_config is missing"),
         ("text_config", [], "text_config"),
+        ("text_config.model_type", "llama", "text_config.model_type is 'llama'"),
+        ("text_config.model_type", "kimi_k3", "expected kimi_linear"),
+        ("text_config.model_type", 3, "text_config.model_type is 3"),
         ("text_config.num_hidden_layers", 0, "num_hidden_layers"),
         ("text_config.num_hidden_layers", 92, "holds layer 93"),
         ("text_config.num_hidden_layers", 95, "leave out layer 94 and 1 more"),
@@ -163,6 +166,8 @@ def test_head_dim_may_be_left_to_the_hidden_size(tmp_path: Path) -> None:
         ("text_config.linear_attn_config.num_heads", 2**30, "num_heads"),
         ("text_config.linear_attn_config.head_dim", MISSING, "head_dim"),
         ("text_config.linear_attn_config.short_conv_kernel_size", 0, "short_conv_kernel_size"),
+        # One tap keeps no earlier token: there would be no convolution state.
+        ("text_config.linear_attn_config.short_conv_kernel_size", 1, "short_conv_kernel_size"),
     ],
 )
 def test_a_wrong_target_config_is_refused_by_field(

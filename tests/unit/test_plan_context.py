@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from k3backend.common.errors import InputError
+from k3backend.common.kv_layout import KVCacheLayout
+from k3backend.common.kv_spec import MambaType
 from k3backend.common.plan_context import KernelBlocks, PlanContext
 
 
@@ -79,11 +81,20 @@ def test_kernel_blocks_may_be_text() -> None:
     assert context.draft_kernel_block == KernelBlocks(sizes=(32, 64))
 
 
+def test_a_layout_may_be_the_enum() -> None:
+    for layout in KVCacheLayout:
+        context = PlanContext(max_model_len=1, layout=layout)  # type: ignore[arg-type]
+        assert context == PlanContext(max_model_len=1, layout=layout.name)
+        assert context.layout == layout.name
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"layout": "LNBHC"}, "layout is 'LNBHC', expected one of LBNHC"),
         ({"layout": None}, "layout is None"),
+        ({"layout": ["LBNHC"]}, "layout is ['LBNHC']"),
+        ({"layout": MambaType.MAMBA2}, "layout is 'MAMBA2'"),
         ({"tp_size": 0}, "tp_size is 0, expected an integer from 1 to 65536"),
         ({"tp_size": True}, "tp_size is True"),
         ({"dcp_size": -2}, "dcp_size is -2"),

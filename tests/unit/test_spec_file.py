@@ -289,6 +289,20 @@ def _delete(*path: Any) -> Callable[[dict[str, Any]], None]:
         (_set("layers", 1, "page_size_padded", value=5), "layers[1].page_size_padded is 5, expect"),
         (_set("layers", 2, "is_draft", value=1), "layers[2].is_draft is 1, expected True or False"),
         (_set("layers", 2, "sliding_window", value=0), "layers[2].sliding_window is 0"),
+        *(
+            (
+                _set("layers", layer, field, value=(1 << 20) + 1),
+                f"layers[{layer}].{field} is 1048577, expected at most 1048576",
+            )
+            for layer, field in (
+                (0, "num_speculative_blocks"),
+                (0, "num_prefill_checkpoint_blocks"),
+                (0, "num_heads"),
+                (1, "num_kv_heads"),
+                (1, "num_head_slots"),
+                (2, "max_tp_shards"),
+            )
+        ),
         (_set("layers", 1, "count", value=0), "layers[1].count is 0, expected an integer >= 1"),
         (_set("layers", 1, "count", value=10**9), "layers[1].count is 1000000000"),
         (_set("layers", 1, "count", value="2"), 'layers[1].count is "2"'),
