@@ -9,8 +9,9 @@ import platform as host
 from typing import TYPE_CHECKING, Any
 
 from k3backend._version import __version__
-from k3backend.cli.arguments import MAX_RANKS, MAX_SPEC_TOKENS, integer
+from k3backend.cli.arguments import MAX_RANKS, MAX_SPEC_TOKENS, integer, one_of
 from k3backend.cli.command_line import Answer, CommandParser, UsageError, given_flags
+from k3backend.rocm.aiter_capabilities import ARCHS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from k3backend.common.platform_choice import PlatformChoice, PlatformFacts
     from k3backend.rocm.decode_routes import RouteRow
 
+TARGET_HEADS = 96
+"""Query heads of Kimi-K3's MLA layers."""
 SCHEMA = "k3backend.platform/1"
 
 DISTRIBUTIONS: dict[str, tuple[str, ...]] = {
@@ -41,7 +44,7 @@ def add_arguments(parser: CommandParser) -> None:
     add("--dcp", type=ranks, metavar="N", default=1, help="context-parallel ranks, default 1")
     add("--spec-tokens", type=tokens, metavar="N", default=7, help="drafted tokens, default 7")
     add("--draft-heads", type=ranks, metavar="N", default=64, help="of the draft, default 64")
-    add("--arch", metavar="GPU", help="gfx950 or gfx942; default both")
+    add("--arch", type=one_of(ARCHS), metavar="GPU", help=f"{' or '.join(ARCHS)}; default both")
     add("--aiter-version", metavar="V", help="default: the installed one, else unknown")
 
 
@@ -87,8 +90,10 @@ def _routes(args: argparse.Namespace, installed_aiter: str | None) -> list[Route
         return None
     from k3backend.rocm.decode_routes import route_table
 
+    _check_ranks(args)
     return route_table(
         tp=args.tp,
+        target_heads=TARGET_HEADS,
         spec_tokens=args.spec_tokens,
         dcp=args.dcp,
         draft_heads=args.draft_heads,
@@ -97,12 +102,26 @@ def _routes(args: argparse.Namespace, installed_aiter: str | None) -> list[Route
     )
 
 
+def _check_ranks(args: argparse.Namespace) -> None:
+    """Require that the ranks divide the heads and each other. Raises UsageError by flag."""
+    for what, heads in (
+        (f"the target's {TARGET_HEADS} heads", TARGET_HEADS),
+        (f"--draft-heads {args.draft_heads}", args.draft_heads),
+    ):
+        if heads % args.tp:
+            raise UsageError(f"argument --tp: {args.tp} does not divide {what}; give a divisor")
+    if args.tp % args.dcp:
+        raise UsageError(
+            f"argument --dcp: {args.dcp} does not divide --tp {args.tp}; give a divisor of it"
+        )
+
+
 def _routes_heading(args: argparse.Namespace, installed_aiter: str | None) -> str:
     version = args.aiter_version or installed_aiter
     told = f"AITER {version}" if version else "AITER not installed: what the last two have"
     return (
         f"ROCm decode routes, TP {args.tp}, DCP {args.dcp}, {args.spec_tokens} drafted tokens, "
-        f"96 target and {args.draft_heads} draft heads; {told}"
+        f"{TARGET_HEADS} target and {args.draft_heads} draft heads; {told}"
     )
 
 

@@ -228,7 +228,19 @@ OTHER_COMMANDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "diff with one file": (("diff", "a.json"), ("B",)),
     "diff with three files": (("diff", "a", "b", "c"), ("c",)),
     "platform with a value": (("platform", "rocm"), ("rocm",)),
-    "routes without heads": (("platform", "--routes", "--tp", "7"), ("tp", "96")),
+    "routes without heads": (("platform", "--routes", "--tp", "7"), ("argument --tp: 7", "96")),
+    "routes without draft heads": (
+        ("platform", "--routes", "--draft-heads", "60"),
+        ("argument --tp: 8", "--draft-heads 60"),
+    ),
+    "routes with odd dcp": (
+        ("platform", "--routes", "--dcp", "3"),
+        ("argument --dcp: 3", "--tp 8"),
+    ),
+    "routes of an unknown GPU": (
+        ("platform", "--routes", "--arch", "gfx90a"),
+        ("argument --arch: 'gfx90a'", "gfx950, gfx942"),
+    ),
     "routes with unicode digits": (("platform", "--routes", "--tp", "\uff18"), ("--tp",)),
     "routes flag alone": (("platform", "--tp", "8"), ("--tp", "--routes")),
 }
@@ -243,10 +255,11 @@ def test_other_commands_refuse(kind: str, capsys: pytest.CaptureFixture[str]) ->
 def test_a_bad_environment_is_refused_by_name(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for value in ("-5", "many", "\uff18", "99999999999"):
+    for value in ("-5", "many", "\uff18", "99999999999", "9" * 5000, "9" * 30):
         monkeypatch.setenv("K3BACKEND_PLAN_CONTEXT", value)
         outcome = run_here(capsys, "layout", "--policy", "vllm")
-        assert_refused(outcome, "K3BACKEND_PLAN_CONTEXT", value if value.isascii() else "PLAN")
+        assert_refused(outcome, "K3BACKEND_PLAN_CONTEXT", value[:50] if value.isascii() else "PLAN")
+        assert len(outcome.stderr) < 300
 
 
 def test_a_config_that_is_no_kimi_is_refused(

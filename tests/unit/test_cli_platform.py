@@ -60,7 +60,7 @@ def test_routes_for_a_named_aiter_and_gpu(capsys: pytest.CaptureFixture[str]) ->
     ("arguments", "named"),
     [
         (("--tp", "8"), "--routes"),
-        (("--routes", "--tp", "7"), "tp=7"),
+        (("--routes", "--tp", "7"), "argument --tp: 7 does not divide the target's 96 heads"),
         (("--routes", "--arch", "gfx90a"), "gfx90a"),
         (("--routes", "--tp", "x"), "--tp"),
     ],
