@@ -28,6 +28,8 @@ class Chip:
         lds_bytes: most that one workgroup may ask for. unit_lds_bytes: of the unit.
         lds_overhead_bytes: taken per workgroup beside what it asks for.
         bandwidth_bytes_s: of the device memory. fp8_flop_s, bf16_flop_s: dense matrix peak.
+        clock_hz: at which those peaks are stated.
+        issue_cycles: in which a SIMD issues one instruction of a wave (CDNA: 64 lanes on 16).
         device: marketing name of the device that the last figures are of.
     """
 
@@ -44,6 +46,8 @@ class Chip:
     bandwidth_bytes_s: float
     fp8_flop_s: float
     bf16_flop_s: float
+    clock_hz: float
+    issue_cycles: int
     device: str
 
     def workgroups_per_unit(self, facts: KernelFacts) -> int:
@@ -65,7 +69,9 @@ class Chip:
         return min(limits)
 
 
-def _amd(device: str, units: int, lds_kib: int, tb_s: float, fp8: float, bf16: float) -> Chip:
+def _amd(
+    device: str, units: int, lds_kib: int, tb_s: float, fp8: float, bf16: float, ghz: float
+) -> Chip:
     return Chip(
         units=units,
         wave_lanes=64,
@@ -80,11 +86,13 @@ def _amd(device: str, units: int, lds_kib: int, tb_s: float, fp8: float, bf16: f
         bandwidth_bytes_s=tb_s * 1e12,
         fp8_flop_s=fp8 * 1e12,
         bf16_flop_s=bf16 * 1e12,
+        clock_hz=ghz * 1e9,
+        issue_cycles=4,
         device=device,
     )
 
 
-def _nvidia(device: str, units: int, tb_s: float, fp8: float, bf16: float) -> Chip:
+def _nvidia(device: str, units: int, tb_s: float, fp8: float, bf16: float, ghz: float) -> Chip:
     return Chip(
         units=units,
         wave_lanes=32,
@@ -99,13 +107,15 @@ def _nvidia(device: str, units: int, tb_s: float, fp8: float, bf16: float) -> Ch
         bandwidth_bytes_s=tb_s * 1e12,
         fp8_flop_s=fp8 * 1e12,
         bf16_flop_s=bf16 * 1e12,
+        clock_hz=ghz * 1e9,
+        issue_cycles=1,
         device=device,
     )
 
 
 CHIPS: dict[str, Chip] = {
-    "gfx950": _amd("MI355X", 256, 160, 8.0, 5000, 2500),
-    "gfx942": _amd("MI300X", 304, 64, 5.3, 2615, 1307),
-    "sm_90": _nvidia("H200", 132, 4.8, 1979, 989),
-    "sm_100": _nvidia("B200", 148, 8.0, 4500, 2250),
+    "gfx950": _amd("MI355X", 256, 160, 8.0, 5000, 2500, 2.4),
+    "gfx942": _amd("MI300X", 304, 64, 5.3, 2615, 1307, 2.1),
+    "sm_90": _nvidia("H200", 132, 4.8, 1979, 989, 1.83),
+    "sm_100": _nvidia("B200", 148, 8.0, 4500, 2250, 1.85),
 }

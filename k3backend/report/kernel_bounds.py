@@ -18,7 +18,14 @@ from k3backend.report.kernel_facts import KernelFacts
 BOUNDS_SCHEMA = "k3backend.kernel-bounds/1"
 BOUNDS_PATH = Path(__file__).resolve().parents[1] / "data" / "kernel_bounds.json"
 
-UPPER = ("registers", "lds_bytes", "loop_instructions", "loop_lds", "loop_global")
+UPPER = (
+    "registers",
+    "scalar_spills",
+    "lds_bytes",
+    "loop_instructions",
+    "loop_lds",
+    "loop_global",
+)
 """Numbers that must not grow."""
 LOWER = ("workgroups_per_cu", "loop_matrix", "loop_wide_loads")
 """Numbers that must not shrink: fewer matrix instructions or 16-byte loads mean missing work."""
@@ -43,6 +50,7 @@ def bounded_numbers(target: str, facts: KernelFacts) -> dict[str, int]:
     """The numbers that a bound is kept for."""
     return {
         "registers": facts.registers,
+        "scalar_spills": facts.scalar_spills,
         "lds_bytes": facts.lds_bytes,
         "loop_instructions": facts.loop.instructions,
         "loop_lds": facts.loop.lds,

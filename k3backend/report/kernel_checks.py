@@ -38,13 +38,20 @@ def matrix_work(launch: LaunchConfig, facts: KernelFacts) -> float | None:
     return None if macs is None else macs / _tile_macs(launch)
 
 
-def resource_problems(target: str, facts: KernelFacts) -> list[str]:
-    """Spills, and memory that the chip does not have."""
+def resource_problems(kind: str, target: str, facts: KernelFacts) -> list[str]:
+    """Spills, and memory that the chip does not have.
+
+    Args:
+        kind: "decode", "combine" or "plan". A plan runs once per forward and may keep scalars in
+            lanes of vector registers; how many is bounded by the recorded numbers, and none may go
+            to memory.
+    """
     chip = CHIPS[target]
     problems = []
+    spilled_scalars = 0 if kind == "plan" else facts.scalar_spills
     for count, what in (
         (facts.spilled_registers, "registers are spilled"),
-        (facts.scalar_spills, "scalar registers are spilled"),
+        (spilled_scalars, "scalar registers are spilled"),
         (facts.scratch_bytes, "bytes of scratch per lane"),
     ):
         if count:

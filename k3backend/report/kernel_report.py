@@ -134,7 +134,7 @@ def judge(subject: Subject, outcome: Outcome, bounds: Bounds) -> KernelRow:
     facts, expected = outcome.facts, outcome.expected
     if facts is None:
         return KernelRow(subject, NO_FACTS, (f"does not compile: {outcome.error}",))
-    problems = resource_problems(subject.target, facts)
+    problems = resource_problems(subject.kind, subject.target, facts)
     if subject.kind == "decode" and subject.shape is not None and subject.launch is not None:
         problems += decode_problems(subject.target, subject.shape, subject.launch, facts, expected)
     problems += bound_problems(bounds, subject.target, subject.name, facts)

@@ -86,11 +86,12 @@ def launch_choice(shape: ProductionShape, target: str) -> LaunchConfig:
 def compile_request(subject: Subject) -> KernelRequest:
     """The compilation of a subject. Raises PlatformError where triton cannot compile here."""
     check_compiler()
-    from k3backend.common.kernels.plan_compile import plan_request
+    if subject.shape is None or subject.launch is None:
+        from k3backend.common.kernels.plan_compile import plan_request
+
+        return plan_request(subject.requests, subject.target, workers=CHIPS[subject.target].units)
     from k3backend.common.kernels.static_compile import combine_request, decode_request
 
-    if subject.shape is None or subject.launch is None:
-        return plan_request(subject.requests, subject.target, workers=CHIPS[subject.target].units)
     make = decode_request if subject.kind == "decode" else combine_request
     return make(subject.shape, subject.launch, subject.target)
 
