@@ -6,6 +6,8 @@ nothing heavy.
 
 from __future__ import annotations
 
+from k3backend.common.errors import PluginError
+
 
 def register() -> None:
     """Register this package's attention backends and Kimi-K3's grouping with vLLM.
@@ -18,6 +20,12 @@ def register() -> None:
         PlatformError: K3BACKEND_PLATFORM contradicts vLLM's platform.
     """
     # vLLM swallows what fails while it imports this module, but not what fails in this call.
-    from k3backend.vllm_plugin.registration import register_all
+    try:
+        from k3backend.vllm_plugin.registration import register_all
+    except ImportError as error:
+        raise PluginError(
+            f"k3backend's vLLM plugin does not import ({error}); reinstall k3backend and vLLM, or "
+            "leave k3backend out of VLLM_PLUGINS"
+        ) from error
 
     register_all()

@@ -19,7 +19,12 @@ from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
 from k3backend.decode import mla_decode
-from k3backend.vllm_plugin.decode_batch import announce_decode, decode_query_len, one_query
+from k3backend.vllm_plugin.decode_batch import (
+    announce_decode,
+    decode_query_len,
+    one_query,
+    report_progress,
+)
 
 
 class K3CpuMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
@@ -105,4 +110,5 @@ class K3CpuMLAImpl(CPUMLAImpl):
             return_lse=False,
             backend="reference",
         )
+        report_progress()
         return out.to(q.dtype), None

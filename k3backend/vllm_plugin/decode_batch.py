@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from k3backend._version import __version__
+from k3backend.common.decode_counters import log_stats, read_stats
 from k3backend.common.errors import UnsupportedDecodeError
 from k3backend.vllm_plugin import compat, registration
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("k3backend.vllm_plugin")
 _announced: set[str] = set()
+_report_at = 10
 
 
 def announce_decode(platform: str) -> None:
@@ -25,6 +27,19 @@ def announce_decode(platform: str) -> None:
         registration.announce()
         LOGGER.info("k3backend %s: MLA layers decode with this package, %s", __version__, platform)
         compat.log_decodes_when_worker_stops()
+
+
+def report_progress() -> None:
+    """Log the totals after 10, 100, 1,000 … decodes that ran on the host.
+
+    ``vllm serve`` kills its engine at once unless it has a ``--shutdown-timeout``, so the line that
+    a process logs at its end may never come.
+    """
+    global _report_at
+    totals = read_stats()
+    if totals.calls >= _report_at:
+        _report_at = 10 * totals.calls
+        log_stats()
 
 
 def one_query(q: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

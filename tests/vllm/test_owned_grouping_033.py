@@ -264,11 +264,6 @@ def test_vllms_inspection_sees_that_the_model_owns_its_grouping(tmp_path):
     facts["modelinfo"]["is_hybrid"] = False
     kept.write_text(json.dumps(facts))
     assert inspect(tmp_path, "load")["hybrid"] is False, "the disk cache was not read"
-
-
-@pytest.mark.timeout(1500)
-def test_the_cache_of_vllms_own_class_is_another_one(tmp_path):
-    """With the plugin off on the same disk, vLLM's own class is inspected and owns nothing."""
-    assert inspect(tmp_path)["owns"] is True
+    # With the plugin off on the same disk, vLLM's own class is another entry and owns nothing.
     off = inspect(tmp_path, plugin=False)
     assert (off["name"], off["owns"]) == ("KimiK3ForConditionalGeneration", False)

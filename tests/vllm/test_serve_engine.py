@@ -137,7 +137,8 @@ def test_served_tokens_equal_vllms_own(engine_folder, tiny_models, stock_runs):
                 run.tokens.append(tokens)
                 run.logprobs.append(steps)
     assert disagreements(stock_runs["12"], run) == [], _tail(log)
-    text = log.read_text()
-    lines = re.findall(r"k3backend: (\d+) decode calls, (\d+) split pieces, reference", text)
-    assert len(lines) == 1, _tail(log)
-    assert int(lines[0][1]) > int(lines[0][0]) > 0
+    lines = re.findall(
+        r"k3backend: (\d+) decode calls, (\d+) split pieces, reference", log.read_text()
+    )
+    assert lines, _tail(log)
+    assert all(int(splits) > int(calls) > 0 for calls, splits in lines)
