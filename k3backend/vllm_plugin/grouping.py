@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,8 @@ def owned_groups(vllm_config: VllmConfig, kv_cache_spec: dict[str, VllmSpec]) ->
         groups: list[VllmGroup] = plan(vllm_config, kv_cache_spec)
         return groups
     specs = {name: from_vllm_spec(spec) for name, spec in kv_cache_spec.items()}
-    choice = choose_grouping(specs, plan_context(vllm_config, specs), policy)
+    context = plan_context(vllm_config, specs)
+    choice = choose_grouping(specs, context, policy, pipeline_stages(vllm_config, specs))
     _say(choice, policy)
     return to_vllm_groups(choice.groups, originals=kv_cache_spec)
 
@@ -73,6 +75,31 @@ def plan_context(vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> P
         ),
         max_num_encoder_input_tokens=vllm_config.scheduler_config.max_num_encoder_input_tokens,
     )
+
+
+def pipeline_stages(
+    vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec]
+) -> dict[str, int] | None:
+    """The pipeline stage of each layer, as vLLM cuts the model; a draft is on the last one.
+
+    None without pipeline parallelism, or where a layer's name does not say its index.
+    """
+    size = vllm_config.parallel_config.pipeline_parallel_size
+    if size == 1:
+        return None
+    cut = vllm_name("vllm.distributed.utils", "get_pp_indices")
+    layers = vllm_config.model_config.get_total_num_hidden_layers()
+    ends = [cut(layers, rank, size)[1] for rank in range(size)]
+    stages = {}
+    for name, spec in specs.items():
+        index = re.search(r"\blayers\.(\d+)\b", name)
+        if spec.is_draft:
+            stages[name] = size - 1
+        elif index is None or int(index[1]) >= layers:
+            return None
+        else:
+            stages[name] = next(rank for rank, end in enumerate(ends) if int(index[1]) < end)
+    return stages
 
 
 def _kernel_blocks(specs: Iterable[AttentionSpec], backend: Any) -> KernelBlocks:

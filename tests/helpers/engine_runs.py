@@ -104,6 +104,7 @@ def run_engines(
     plugin: bool,
     cpu_slots: bool = True,
     timeout_s: float = 2000,
+    **environment: str,
 ) -> tuple[list[EngineRun], str]:
     """Run the engines in one process.
 
@@ -111,6 +112,7 @@ def run_engines(
         folder: scratch space.
         plugin: whether this package's plugin is on.
         cpu_slots: whether it then serves vLLM's own CPU MLA slots.
+        environment: more variables.
     Returns:
         The runs with their results, and everything that the process wrote.
     Raises:
@@ -121,7 +123,7 @@ def run_engines(
     job.write_text(json.dumps([asdict(run) for run in runs]))
     done = subprocess.run(
         [sys.executable, "-m", "tests.helpers.engine_runs", str(job), str(answer)],
-        env=engine_environment(folder, plugin=plugin, cpu_slots=cpu_slots),
+        env=engine_environment(folder, plugin=plugin, cpu_slots=cpu_slots, **environment),
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -7,7 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from tests.helpers.engine_runs import EngineRun, disagreements, prompts, run_engines
+from k3backend.common.kv_groups import plan_groups
+from k3backend.common.kv_spec import spec_kind_name
+from k3backend.common.spec_file import load_spec_file
+from tests.helpers.engine_runs import MAX_MODEL_LEN, EngineRun, disagreements, prompts, run_engines
 from tests.helpers.tiny_mla_model import LAYERS
 from tests.vllm.conftest import FAULTS
 
@@ -71,7 +74,14 @@ def test_named_backend_in_processes_of_vllm(engine_folder, tiny_models, stock_ru
     run = EngineRun(
         "named", str(tiny_models["12"]), backend="KIMI_K3_MLA", block_size=None, in_process=False
     )
-    (done,), log = run_engines([run], engine_folder / "named", plugin=True, cpu_slots=False)
+    dump = engine_folder / "specs.json"
+    (done,), log = run_engines(
+        [run],
+        engine_folder / "named",
+        plugin=True,
+        cpu_slots=False,
+        K3BACKEND_DUMP_SPECS=str(dump),
+    )
     assert disagreements(stock_runs["12"], done) == []
     assert re.search(r"EngineCore.*platform reference, attention backends KIMI_K3_MLA", log)
     assert "serving CPU_MLA" not in log
@@ -81,3 +91,8 @@ def test_named_backend_in_processes_of_vllm(engine_folder, tiny_models, stock_ru
     assert all(int(splits) > int(calls) > 0 for calls, splits in lines)
     steps = max(map(len, done.tokens)) - 1
     assert int(lines[-1][0]) >= LAYERS * steps, "the worker's last line has its totals"
+    dumped = load_spec_file(dump)
+    assert len(dumped.specs) == LAYERS
+    assert {spec_kind_name(spec) for spec in dumped.specs.values()} == {"mla_attention"}
+    assert dumped.context.max_model_len == MAX_MODEL_LEN
+    assert len(plan_groups(dumped.specs, dumped.context)) == 1

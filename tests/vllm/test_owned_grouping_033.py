@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.distributed.utils import get_pp_indices
 from vllm.v1 import kv_cache_interface as interface
 from vllm.v1.core import kv_cache_planning as planning
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -170,6 +171,25 @@ def test_kernel_blocks_follow_what_backends_wrote_into_the_specs(alignment, back
     specs, _ = vllm_specs(document)
     ours = {name: from_vllm_spec(spec) for name, spec in specs.items()}
     assert grouping.plan_context(hooked(document, backend), ours).mla_kernel_block == blocks
+
+
+def test_pipeline_stages_are_vllms():
+    """Cut by vLLM's own rule; a draft runs on the last rank."""
+    document = json.loads((CASES / "k3-mla-draft.json").read_text())["specs"]
+    specs, _ = vllm_specs(document)
+    targets = [from_vllm_spec(spec) for spec in specs.values() if not spec.is_draft]
+    draft = next(from_vllm_spec(spec) for spec in specs.values() if spec.is_draft)
+    layers = {f"language_model.model.layers.{i}.attn": spec for i, spec in enumerate(targets)}
+    config = hooked(document)
+    assert grouping.pipeline_stages(config, layers) is None
+    config.parallel_config.pipeline_parallel_size = 2
+    config.model_config.get_total_num_hidden_layers = lambda: 93
+    stages = grouping.pipeline_stages(config, layers | {"draft.layers.0.attn": draft})
+    assert stages is not None
+    first = get_pp_indices(93, 0, 2)[1]
+    assert [stages[name] for name in layers] == [0] * first + [1] * (93 - first)
+    assert stages["draft.layers.0.attn"] == 1
+    assert grouping.pipeline_stages(config, {"unnamed": targets[0]}) is None
 
 
 class OwnsAlready:
