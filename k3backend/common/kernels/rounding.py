@@ -28,7 +28,6 @@ def round_to(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
     Interpreted, an fp8 result stays float32 with fp8's values.
     """
     # One return: the compiler goes on behind a return inside a constant condition.
-    # One return: the compiler takes every return behind a branch into account.
     if not INTERPRETED:
         rounded = x.to(dtype)
     elif dtype == tl.bfloat16:
