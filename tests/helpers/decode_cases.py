@@ -29,6 +29,8 @@ from k3backend.common.balanced_mla import BalancedMla
 
 FP8 = torch.float8_e4m3fn
 BF16 = torch.bfloat16
+P_EXP = {FP8: 8, torch.float8_e4m3fnuz: 7}
+"""Power of two by which fp8 probabilities are scaled; the smallest step of fnuz is half as wide."""
 SCALE = 192**-0.5
 
 
@@ -125,9 +127,9 @@ def same_precision(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     out = torch.zeros(inputs.q.shape[0], case.heads, 512)
     bound = torch.zeros_like(out, dtype=torch.float64)
     lse2 = torch.full(inputs.q.shape[:2], -math.inf)
-    exponent = 8 if case.q_dtype == FP8 else 0
+    exponent = P_EXP.get(case.q_dtype, 0)
     # Half a step of the format, relative; half of its smallest step, on the scale of p <= 1.
-    step, floor = (2.0**-4, 2.0**-18) if case.q_dtype == FP8 else (2.0**-8, 0.0)
+    step, floor = (2.0**-4, 2.0**-18) if case.q_dtype in P_EXP else (2.0**-8, 0.0)
     for request, length in enumerate(inputs.seq_lens.tolist()):
         if length == 0:
             continue

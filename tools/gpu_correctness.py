@@ -1,0 +1,281 @@
+"""Correctness of the kernels on a device, on hostile inputs, against float64. For gpu_check.py.
+
+The cases and both error bounds are those of tests/helpers/decode_cases.py: what must not be read is
+NaN or -1, scratch and outputs start full of NaN.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from k3backend.common.balanced_mla import BalancedMla
+from k3backend.common.split_plan import SplitCost, max_items, plan_splits
+from tests.helpers.decode_cases import BF16, Case, Inputs, build, check, pairwise
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check: it raises AssertionError where the device is wrong."""
+
+    name: str
+    run: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Where and with what to check.
+
+    Attributes:
+        name: torch's name of the device; "cpu" under the interpreter.
+        core: the vendor's subclass of BalancedMla.
+        fp8: the fp8 format of the device.
+    """
+
+    name: str
+    core: Callable[..., BalancedMla]
+    fp8: torch.dtype
+
+    @property
+    def is_gpu(self) -> bool:
+        """Not the interpreter."""
+        return self.name != "cpu"
+
+
+def checks(device: Device) -> Iterator[Check]:
+    """Every check of a device, quickest first; a few tiny ones under the interpreter."""
+    yield from (_decode_check(device, name, case) for name, case in _cases(device))
+    yield Check("plan: device equals host", lambda: _check_plans(device))
+    if not device.is_gpu:
+        return
+    yield Check("two runs give the same bits", lambda: _check_repeat(device))
+    yield Check("cache above 4 GiB", lambda: _check_far_blocks(device))
+    yield Check("graph of length 1 replayed at 100,000", lambda: _check_graph(device))
+    yield _decode_check(device, "decode 100,000 tokens", _long_case(device))
+
+
+def outcome(item: Check) -> dict[str, Any]:
+    """Run one check; JSON values."""
+    start = time.monotonic()
+    message = ""
+    try:
+        item.run()
+    except AssertionError as error:
+        message = str(error).split("\n")[0] or "wrong"
+    # A kernel that does not compile or launch is a finding, too; the next check goes on.
+    except Exception as error:
+        message = f"{type(error).__name__}: {str(error).strip().splitlines()[-1:]}"
+    return {
+        "name": item.name,
+        "ok": not message,
+        "message": message,
+        "seconds": round(time.monotonic() - start, 2),
+    }
+
+
+def _cases(device: Device) -> Iterator[tuple[str, Case]]:
+    fp8 = device.fp8
+    dtypes = {"fp8": (fp8, fp8), "bf16": (BF16, BF16), "bf16 over fp8": (BF16, fp8)}
+    if not device.is_gpu:
+        for index, (name, (q_dtype, kv_dtype)) in enumerate(dtypes.items()):
+            case = Case((0, 1, 65), heads=6, q_len=2, q_dtype=q_dtype, kv_dtype=kv_dtype)
+            yield f"decode {name}, tiny", replace(case, seed=index)
+        yield (
+            "decode fp8, tiny, DCP",
+            Case((0, 3, 130), heads=4, q_len=2, q_dtype=fp8, kv_dtype=fp8, cp=(2, 1, 1)),
+        )
+        return
+    axes = {
+        "lens": (
+            (0, 1, 2, 7),
+            (63, 64, 65, 0),
+            (127, 128, 129),
+            (5, 4000, 333),
+            (1535, 1536, 1537),
+        ),
+        "shape": ((1, 1), (6, 8), (12, 1), (12, 4), (12, 7), (12, 8), (24, 4), (96, 1), (128, 2)),
+        "block_size": (64, 96, 384, 1536, 3072),
+        "dtype": tuple(dtypes),
+        "mode": (
+            (True, (1, 0, 1)),
+            (False, (1, 0, 1)),
+            (True, (2, 1, 1)),
+            (True, (8, 3, 1)),
+            (True, (4, 2, 64)),
+            (False, (8, 7, 1)),
+        ),
+    }
+    for seed, point in enumerate(pairwise(axes, seed=5)):
+        (heads, q_len), (causal, cp) = point["shape"], point["mode"]
+        q_dtype, kv_dtype = dtypes[point["dtype"]]
+        case = Case(
+            point["lens"], heads, q_len, point["block_size"], q_dtype, kv_dtype, causal, cp, seed
+        )
+        mode = f"{'causal' if causal else 'all keys'}{', DCP ' + str(cp) if cp[0] > 1 else ''}"
+        yield (
+            f"decode {point['dtype']} {heads} x {q_len}, blocks of {case.block_size}, "
+            f"lengths {case.lens}, {mode}",
+            case,
+        )
+
+
+def _long_case(device: Device) -> Case:
+    return Case(
+        (100_000, 1, 0, 7000), heads=12, q_len=8, block_size=1536,
+        q_dtype=device.fp8, kv_dtype=device.fp8, seed=99,
+    )  # fmt: skip
+
+
+def _decode_check(device: Device, name: str, case: Case) -> Check:
+    def run() -> None:
+        inputs = build(case)
+        check(inputs, *decode(device, core_of(device, case), inputs))
+
+    return Check(name, run)
+
+
+def core_of(device: Device, case: Case) -> BalancedMla:
+    """The vendor's core for a case."""
+    return device.core(
+        case.heads, case.q_len, len(case.lens), case.causal, device.name,
+        q_dtype="bf16" if case.q_dtype == BF16 else "fp8",
+    )  # fmt: skip
+
+
+def decode(device: Device, core: BalancedMla, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plan and decode on the device with every buffer full of garbage; out and lse2 on the CPU."""
+    buffers = core.new_buffers()
+    for buffer, garbage in zip(buffers, (-7, -7, 0xFF), strict=True):
+        buffer.fill_(garbage)
+    tensors = [_moved(t, device) for t in (inputs.q, inputs.kv_cache, inputs.block_table)]
+    out = torch.full((*inputs.q.shape[:2], 512), math.nan, dtype=BF16, device=device.name)
+    lse = torch.full(inputs.q.shape[:2], math.nan, device=device.name)
+    _plan_and_decode(core, inputs, tensors, _moved(inputs.seq_lens, device), buffers, out, lse)
+    return out.cpu(), lse.cpu()
+
+
+def _plan_and_decode(
+    core: BalancedMla,
+    inputs: Inputs,
+    tensors: list[torch.Tensor],
+    seq_lens: torch.Tensor,
+    buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    counts, work, workspace = buffers
+    causal_lens = inputs.causal_lens
+    core.plan(seq_lens, counts, work)
+    core.decode(
+        *tensors,
+        seq_lens,
+        inputs.score_scale,
+        inputs.case.k_scale,
+        counts,
+        work,
+        workspace,
+        out=out,
+        lse=lse,
+        causal_lens=None if causal_lens is None else causal_lens.to(seq_lens.device),
+        cp=inputs.case.cp,
+    )
+
+
+def _moved(tensor: torch.Tensor, device: Device) -> torch.Tensor:
+    return tensor.to(device.name)
+
+
+def _check_plans(device: Device) -> None:
+    """The device planner's work list is the host planner's, from 1 to 1,024 requests."""
+    from k3backend.common.kernels.split_plan_device import SCRATCH_INTS, plan_splits_device
+
+    random = np.random.default_rng(3)
+    sizes, tops, workers = ((1, 2, 17, 256, 1024), (130, 8_000, 130_000), 256)
+    if not device.is_gpu:
+        sizes, tops, workers = ((3,), (900,), 4)
+    for requests in sizes:
+        for top in tops:
+            lens = random.integers(0, top, requests).tolist()
+            shapes = ((max_items(requests, 2, workers), 6), (workers + 1,), (requests * 2,))
+            work, indptr, counts = (
+                torch.full(shape, 77, dtype=torch.int32, device=device.name) for shape in shapes
+            )
+            plan_splits_device(
+                torch.tensor(lens, dtype=torch.int32, device=device.name), work, indptr, counts,
+                torch.zeros(SCRATCH_INTS, dtype=torch.int32, device=device.name),
+                row_tiles=2, num_workers=workers, cost=SplitCost(),
+            )  # fmt: skip
+            host = plan_splits(lens, row_tiles=2, num_workers=workers, cost=SplitCost())
+            said = f"{requests} requests up to {top} tokens"
+            assert counts.tolist() == host.counts.tolist(), f"counts differ: {said}"
+            assert indptr.tolist() == host.worker_indptr.tolist(), f"worker_indptr differs: {said}"
+            assert work[: len(host.work)].tolist() == host.work.tolist(), f"work differs: {said}"
+
+
+def _check_repeat(device: Device) -> None:
+    case = Case((4000, 70, 0, 9000), 12, 8, 384, device.fp8, device.fp8)
+    inputs, core = build(case), core_of(device, case)
+    first, second = decode(device, core, inputs), decode(device, core, inputs)
+    for left, right in zip(first, second, strict=True):
+        assert torch.equal(left, right), "two runs of one plan differ"
+
+
+def _check_far_blocks(device: Device) -> None:
+    """The used blocks lie beyond 4 GiB of cache; all before them is NaN."""
+    case = Case((1000, 65), 12, 2, 1536, device.fp8, device.fp8)
+    near = build(case)
+    block_bytes = case.block_size * 576
+    offset = 4 * GIB // block_bytes + 1
+    used = near.kv_cache.shape[0]
+    shape = (offset + used, case.block_size, 576)
+    nan = 0x7F if device.fp8 == torch.float8_e4m3fn else 0x80
+    far = torch.full(shape, nan, dtype=torch.uint8, device=device.name)
+    far[offset:] = near.kv_cache.view(torch.uint8).to(device.name)
+    table = torch.where(near.block_table >= 0, near.block_table + offset, near.block_table)
+    inputs = replace(near, kv_cache=far.view(device.fp8), block_table=table)
+    out, lse = decode(device, core_of(device, case), inputs)
+    check(near, out, lse)
+
+
+def _check_graph(device: Device) -> None:
+    """Plan and decode captured at length 1 give at 100,000 what they give when launched there."""
+    case = _long_case(device)
+    inputs, core = build(case), core_of(device, case)
+    want = decode(device, core, inputs)
+    tensors = [_moved(t, device) for t in (inputs.q, inputs.kv_cache, inputs.block_table)]
+    seq_lens = torch.ones_like(inputs.seq_lens).to(device.name)
+    buffers = core.new_buffers()
+    out = torch.empty((*inputs.q.shape[:2], 512), dtype=BF16, device=device.name)
+    lse = torch.empty(inputs.q.shape[:2], device=device.name)
+
+    def step() -> None:
+        _plan_and_decode(core, inputs, tensors, seq_lens, buffers, out, lse)
+
+    graph = captured(step)
+    seq_lens.copy_(inputs.seq_lens)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out.cpu(), want[0]), "out of the replay differs"
+    assert torch.equal(lse.cpu(), want[1]), "lse2 of the replay differs"
+
+
+def captured(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """``step`` warmed up and captured."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
