@@ -40,7 +40,8 @@ class Registered:
     """What this process registered.
 
     Attributes:
-        platform: the vendor that vLLM's platform asks for; None where the plugin is off.
+        platform: the vendor that vLLM's platform asks for; None where nothing was registered.
+        why_not: why nothing was registered; empty where something was.
         backends: attention backend names that were added; one that vLLM has is left alone.
         slots: vLLM's own backend names that are served by this package.
         grouping: who groups Kimi-K3's layers, in words.
@@ -50,6 +51,7 @@ class Registered:
     backends: tuple[str, ...] = ()
     slots: tuple[str, ...] = ()
     grouping: str = "vLLM's own"
+    why_not: str = ""
 
 
 _registered: Registered | None = None
@@ -77,7 +79,7 @@ def announce() -> None:
         return
     _announced = True
     if found.platform is None:
-        LOGGER.info("k3backend %s: off (%s is set)", __version__, envs.DISABLE.name)
+        LOGGER.info("k3backend %s: off, %s", __version__, found.why_not)
         return
     LOGGER.info(
         "k3backend %s in vLLM %s, pid %d: platform %s, attention backends %s%s; Kimi-K3's KV cache "
@@ -94,9 +96,12 @@ def announce() -> None:
 
 def _register() -> Registered:
     if envs.DISABLE.flag():
-        return Registered(None)
+        return Registered(None, why_not=f"{envs.DISABLE.name} is set")
     check_version()
     platform = vllm_vendor()
+    if platform is None:
+        name = vllm_name("vllm.platforms", "current_platform").device_type
+        return Registered(None, why_not=f"vLLM runs on {name}, which is not served")
     backends = tuple(
         name for name, path in BACKEND_PATHS[platform].items() if _add_backend(name, path)
     )
@@ -112,23 +117,26 @@ def _register() -> Registered:
     return Registered(platform, backends, slots, grouping)
 
 
-def vllm_vendor() -> VendorName:
-    """The vendor of vLLM's own platform.
+def vllm_vendor() -> VendorName | None:
+    """The vendor of vLLM's own platform; None for one that this package does not serve.
 
     Raises:
         PlatformError: K3BACKEND_PLATFORM names another one.
     """
     current = vllm_name("vllm.platforms", "current_platform")
-    vendor: VendorName = "reference"
+    vendor: VendorName | None = None
     if current.is_rocm():
         vendor = "rocm"
     elif current.is_cuda():
         vendor = "nvidia"
+    elif current.is_cpu() or not current.device_type:  # no device: vLLM plans, and runs nothing
+        vendor = "reference"
     forced = envs.PLATFORM.get()
     if forced is not None and forced != vendor:
         raise PlatformError(
-            f"{envs.PLATFORM.name}={forced}, but vLLM's platform is {current.device_name!r}, which "
-            f"is {vendor} here; unset {envs.PLATFORM.name} or install vLLM for {forced}"
+            f"{envs.PLATFORM.name}={forced}, but vLLM's platform is {current.device_type!r}, which "
+            f"is {vendor or 'not served'} here; unset {envs.PLATFORM.name} or install vLLM for "
+            f"{forced}"
         )
     return vendor
 

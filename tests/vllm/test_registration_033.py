@@ -158,11 +158,23 @@ def test_disabled_changes_nothing(monkeypatch):
     monkeypatch.setenv("K3BACKEND_DISABLE", "1")
     monkeypatch.setenv("K3BACKEND_CPU", "1")
     models, hooks = dict(ModelRegistry.models), dict(MODELS_CONFIG_MAP)
-    assert registration.register_all() == registration.Registered(None)
+    found = registration.register_all()
+    assert found.platform is None
+    assert found.why_not == "K3BACKEND_DISABLE is set"
     assert "KIMI_K3_MLA" not in AttentionBackendEnum.__members__
     assert models == ModelRegistry.models
     assert hooks == MODELS_CONFIG_MAP
     assert not AttentionBackendEnum.CPU_MLA.is_overridden()
+
+
+def test_a_platform_that_is_not_served_is_left_alone(monkeypatch, caplog):
+    current = vllm.platforms.current_platform
+    monkeypatch.setattr(current, "is_cpu", lambda: False, raising=False)
+    monkeypatch.setattr(current, "device_type", "xpu", raising=False)
+    with caplog.at_level(logging.INFO, logger="k3backend"):
+        register()
+    assert "off, vLLM runs on xpu, which is not served" in caplog.text
+    assert "KIMI_K3_MLA" not in AttentionBackendEnum.__members__
 
 
 def test_the_line_says_what_was_registered_and_where(caplog, monkeypatch):
