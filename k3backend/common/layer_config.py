@@ -36,7 +36,8 @@ class DecodeConfig:
         q_dtype: of the queries, "fp8" or "bf16". fp8_dtype: the device's fp8 format.
         max_kv_tokens: most keys of one request on this rank; 0: not known.
         workspace: where plan buffers and scratch are claimed; an own one if not given.
-        forward_context: identifies the forward that is running; None: its metadata object does.
+        forward_context: identifies the forward that is running, in which lengths stay as they are;
+            None: its metadata object does, and a plan over inference tensors is not reused.
         interleave: keys that a DCP rank holds in a row, read on every call.
         capturing: whether a graph is being captured right now.
     """

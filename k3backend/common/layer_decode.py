@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -59,8 +60,8 @@ class DecodeStep:
             ``BalancedMla.decode``.
         scale: softmax scale alone. q_scale, k_scale: those that apply to the dtypes.
         with_lse: whether lse2 is returned.
-        forward: identifies the forward that is running.
-        lens_buffer: the host's tensor that ``seq_lens`` is a part of.
+        forward: identifies the forward that is running: its context, or else its metadata.
+        in_context: whether ``forward`` is a forward context, within which lengths do not change.
         capturing: whether a graph is being captured.
     """
 
@@ -77,30 +78,49 @@ class DecodeStep:
     k_scale: float
     with_lse: bool
     forward: object
-    lens_buffer: torch.Tensor
+    in_context: bool
     capturing: bool
 
 
 @dataclass(slots=True)
 class PlanMark:
-    """Which forward a lane's buffers were planned for."""
+    """Which forward a lane's buffers hold the plan of.
+
+    It keeps the plan's inputs alive: memory that is freed and handed out again cannot pass for
+    them.
+    """
 
     forward: object = None
-    planned: tuple[object, ...] = ()
+    inputs: tuple[torch.Tensor, ...] = ()
+    planned: tuple[object, ...] | None = None
 
-    def is_stale(self, step: DecodeStep, *shape: object) -> bool:
-        """Whether the step needs a plan of its own; if so, it is the one marked from now on.
+    def renew(
+        self,
+        step: DecodeStep,
+        plan: Callable[[], None],
+        inputs: tuple[torch.Tensor, ...],
+        *shape: object,
+    ) -> bool:
+        """Call ``plan`` unless the buffers hold the step's plan; returns whether it was called.
 
-        A plan made outside a capture is not part of the graph, so capturing plans anew. Lengths
-        that change in place within a forward context show in the tensor's version.
+        Args:
+            inputs: every tensor that the plan is computed from. shape: what else it depends on.
+
+        A plan made outside a capture is not part of the graph, so capturing plans anew. An input
+        that changes in place within a forward shows in its version. Inference tensors have none:
+        a plan of them is found again within a forward context alone. A plan that fails leaves the
+        buffers unmarked.
         """
-        key = (
-            step.lens_buffer.data_ptr(), step.lens_buffer._version, step.seq_lens.shape[0],
-            step.q_len, step.capturing, *shape,
+        key: tuple[object, ...] | None = (
+            step.q_len, step.capturing, *shape, *(_identity(tensor) for tensor in inputs)
         )  # fmt: skip
-        if self.forward is step.forward and self.planned == key:
+        if not step.in_context and any(tensor.is_inference() for tensor in inputs):
+            key = None
+        if key is not None and self.forward is step.forward and self.planned == key:
             return False
-        self.forward, self.planned = step.forward, key
+        self.forward, self.inputs, self.planned = None, (), None
+        plan()
+        self.forward, self.inputs, self.planned = step.forward, inputs, key
         return True
 
 
@@ -225,7 +245,7 @@ class BalancedDecode(ABC):
             k_scale=k_scale,
             with_lse=bool(getattr(impl, "need_to_return_lse_for_decode", world > 1)),
             forward=metadata if forward is None else forward,
-            lens_buffer=part.seq_lens,
+            in_context=forward is not None,
             capturing=self.config.capturing(),
         )
         lane = self._lane()
@@ -237,9 +257,12 @@ class BalancedDecode(ABC):
         self, lane: LanePlan, core: BalancedMla, step: DecodeStep
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Plan unless a layer of this forward has done so, and decode an admitted step."""
-        if lane.mark.is_stale(step, core.row_tiles):
-            core.plan(step.seq_lens, lane.counts, lane.work)
-            self.plans += 1
+        self.plans += lane.mark.renew(
+            step,
+            lambda: core.plan(step.seq_lens, lane.counts, lane.work),
+            (step.seq_lens,),
+            core.row_tiles,
+        )
         q = step.q
         lse = None
         if step.with_lse:
@@ -318,6 +341,12 @@ class BalancedDecode(ABC):
             for causal in (True, False):
                 lane.cores[q_len, causal] = self.make_core(q_len, causal)
         return lane
+
+
+def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Equal for the same memory at the same version, as long as the memory is held."""
+    version = None if tensor.is_inference() else tensor._version
+    return tensor.data_ptr(), version, tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _scales(layer: LayerScales, q: object, kv_cache: torch.Tensor) -> tuple[float, float]:

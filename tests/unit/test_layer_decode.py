@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from k3backend.common.layer_config import DecodeConfig, read_config
 from k3backend.common.query_lengths import read_query_length
 from k3backend.common.workspace import OwnWorkspace
 from tests.helpers.decode_cases import BF16, FP8, SCALE, Case, Inputs, build
-from tests.helpers.torch_core import TorchDecode
+from tests.helpers.torch_core import TorchCore, TorchDecode
 
 CASES = {
     case["id"]: case
@@ -147,6 +148,67 @@ def test_lengths_that_change_in_place_are_planned_again() -> None:
     out, _ = layer.decode(impl_of(), inputs.q, inputs.kv_cache, step, layer_of(case))
     assert layer.plans == 2
     assert_right(inputs, out)
+
+
+def test_a_plan_that_fails_is_not_taken_for_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(lens=(300, 65), heads=12, block_size=48)
+    first, second = build(case), build(replace(case, lens=(7, 290), seed=1))
+    context = Context()
+    shared = config(workspace=OwnWorkspace("cpu"), forward_context=lambda: context)
+    layers = [TorchDecode(12, shared) for _ in range(2)]
+
+    def decode(layer: TorchDecode, inputs: Inputs) -> None:
+        out, _ = layer.decode(
+            impl_of(), inputs.q, inputs.kv_cache, metadata_of(inputs), layer_of(inputs.case)
+        )
+        assert_right(inputs, out)
+
+    decode(layers[0], first)
+    with monkeypatch.context() as broken:
+        broken.setattr(TorchCore, "plan", lambda *_: (_ for _ in ()).throw(RuntimeError("no")))
+        for inputs in (second, second):
+            with pytest.raises(RuntimeError, match="no"):
+                decode(layers[0], inputs)
+    decode(layers[1], second)
+    decode(layers[0], first)
+    assert [layer.plans for layer in layers] == [2, 1]
+
+
+@pytest.mark.parametrize("in_context", [True, False])
+def test_inference_mode_never_decodes_with_a_stale_plan(in_context: bool) -> None:
+    case = Case(lens=(300, 65), heads=12, block_size=48)
+    current = [Context()]
+    shared = config(
+        workspace=OwnWorkspace("cpu"),
+        forward_context=lambda: current[0] if in_context else None,
+    )
+    layers = [TorchDecode(12, shared) for _ in range(2)]
+    with torch.inference_mode():
+        inputs = build(case)
+        assert inputs.seq_lens.is_inference()
+        step = metadata_of(inputs)
+        for lens in ((300, 65), (7, 64)):
+            current[0] = Context()
+            inputs.seq_lens.copy_(torch.tensor(lens, dtype=torch.int32))
+            for layer in layers:
+                out, _ = layer.decode(impl_of(), inputs.q, inputs.kv_cache, step, layer_of(case))
+                assert_right(inputs, out)
+    # Without a context nothing says that the lengths are still those of the plan.
+    assert [layer.plans for layer in layers] == ([2, 0] if in_context else [2, 2])
+
+
+def test_memory_that_is_handed_out_again_is_not_the_same_lengths() -> None:
+    case = Case(lens=(300, 65), heads=12, block_size=48)
+    context = Context()
+    layer = TorchDecode(12, config(forward_context=lambda: context))
+    for seed in range(4):
+        inputs = build(replace(case, lens=(300 - 90 * seed, 65), seed=seed))
+        out, _ = layer.decode(
+            impl_of(), inputs.q, inputs.kv_cache, metadata_of(inputs), layer_of(inputs.case)
+        )
+        assert_right(inputs, out)
+        del inputs
+    assert layer.plans == 4
 
 
 def test_lanes_do_not_share_a_plan() -> None:

@@ -133,6 +133,24 @@ def test_layers_of_a_forward_share_one_plan(monkeypatch: pytest.MonkeyPatch) -> 
     assert double.plans == 2  # another forward plans anew
 
 
+def test_layers_of_another_kv_group_get_their_own_token_ids(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    AiterContractDouble().install(monkeypatch)
+    inputs = build(TARGET)
+    other = build(replace(TARGET, seed=5))
+    # One forward, one lengths buffer, two groups: each has its blocks and its table.
+    other = replace(other, seq_lens=inputs.seq_lens, causal_lens=inputs.causal_lens)
+    assert not torch.equal(inputs.block_table, other.block_table)
+    context = object()
+    layer = KvBalancedDecode(12, config=config(TARGET, forward_context=lambda: context))
+    for found in (inputs, other, inputs):
+        out, lse2 = run(layer, found)
+        check_close(found, out, lse2)
+    assert all(route.calls_aiter for route in layer.routes.values())
+    assert layer.plans == 3
+
+
 def test_shapes_alternate_on_one_index_list(monkeypatch: pytest.MonkeyPatch) -> None:
     AiterContractDouble().install(monkeypatch)
     layer = KvBalancedDecode(12, config=config(TARGET))

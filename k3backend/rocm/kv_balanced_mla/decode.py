@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,16 +91,21 @@ class KvBalancedDecode(BalancedDecode):
             return super().run_step(lane, core, step)
         aiter_lane = self._aiter_lane()
         plan = self._aiter_plan(aiter_lane, self._aiter, route, step)
-        if aiter_lane.mark.is_stale(step, plan.shape):
-            plan.update(
-                step.block_table,
-                step.seq_lens,
-                block_size=step.kv_cache.shape[1],
-                block_stride_tokens=block_stride_tokens(step.kv_cache),
-                causal_lens=step.causal_lens,
-                cp=step.cp,
-            )
-            self.plans += 1
+        layout = (step.kv_cache.shape[1], block_stride_tokens(step.kv_cache))
+        update = partial(
+            plan.update,
+            step.block_table,
+            step.seq_lens,
+            block_size=layout[0],
+            block_stride_tokens=layout[1],
+            causal_lens=step.causal_lens,
+            cp=step.cp,
+        )
+        # Layers of another KV group have their own block table and need their own token ids.
+        inputs: tuple[torch.Tensor, ...] = (step.block_table, step.seq_lens)
+        if step.causal_lens is not None:
+            inputs += (step.causal_lens,)
+        self.plans += aiter_lane.mark.renew(step, update, inputs, plan.shape, layout, step.cp)
         device_counter(self.platform, step.q.device)[:1].add_(1)
         return plan.decode(
             step.q,
