@@ -229,7 +229,7 @@ class BalancedMla:
             lse: [tokens, heads] float32 to write base-2 log-sum-exp to, or None.
             causal_lens: [requests] int32 global lengths under DCP.
             cp: (world, rank, interleave) of DCP.
-            check: False skips every check, for a caller that has decoded this shape before.
+            check: False skips every check, for a caller that has just made them itself.
         Returns:
             out. Rows that see no key hold 0, and -inf in ``lse``.
         Mutates out, lse, workspace. Does not sync; graph-safe; deterministic per plan.

@@ -276,16 +276,8 @@ class BalancedDecode(ABC):
         return out, lse
 
     def _admit(self, core: BalancedMla, step: DecodeStep) -> None:
-        """Check a shape the first time it appears, which may not be inside a capture."""
+        """Check every argument, on every call; a new shape may not appear inside a capture."""
         q, world = step.q, step.cp[0]
-        shape = (
-            step.q_len, step.seq_lens.shape[0], step.causal, step.cp, step.with_lse,
-            step.causal_lens is None, q.shape if isinstance(q, torch.Tensor) else type(q),
-            getattr(q, "dtype", None), step.kv_cache.dtype, step.kv_cache.shape[1:],
-            step.kv_cache.stride(), step.block_table.stride(),
-        )  # fmt: skip
-        if shape in self._shapes:
-            return
         reasons = core.decode_problems(
             q, step.kv_cache, step.block_table, step.seq_lens,
             step.scale * step.q_scale * step.k_scale, step.k_scale, None, step.causal_lens, step.cp,
@@ -297,6 +289,13 @@ class BalancedDecode(ABC):
             )
         if reasons:
             raise UnsupportedDecodeError("balanced decode cannot run this step", reasons)
+        shape = (
+            step.q_len, step.seq_lens.shape[0], step.causal, step.cp, step.with_lse,
+            step.causal_lens is None, q.dtype, step.kv_cache.dtype, step.kv_cache.shape[1:],
+            step.kv_cache.stride(), step.block_table.stride(),
+        )  # fmt: skip
+        if shape in self._shapes:
+            return
         if step.capturing:
             raise WorkspaceError(
                 f"decode of {step.seq_lens.shape[0]} requests x {step.q_len} query tokens appears "

@@ -359,6 +359,53 @@ def test_each_limit_of_a_step_has_its_message() -> None:
         )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (
+            {"q": lambda x: torch.cat([x.view(torch.uint8)] * 2, -1)[..., :576].view(FP8)},
+            "q is not c",
+        ),
+        ({"q": lambda x: x.repeat(1, 1, 2)[..., ::2]}, "q is not contiguous"),
+        ({"q": lambda x: (x[..., :512], x[..., 512:])}, "q is a tuple"),
+        ({"seq_lens": lambda x: x.long()}, "seq_lens is torch.int64"),
+        ({"seq_lens": lambda x: torch.stack([x, x], 1)[:, 0]}, "seq_lens is not contiguous"),
+        ({"block_table": lambda x: x.long()}, "block_table is torch.int64"),
+        ({"block_table": lambda x: x[:1]}, "block_table has shape"),
+        ({"block_table": lambda x: x.T.contiguous().T}, "contiguous columns"),
+        ({"causal_lens": lambda x: torch.stack([x, x], 1)[:, 0]}, "causal_lens is not contiguous"),
+        ({"scale": lambda x: 0.0}, "scale is 0.0"),
+        ({"scale": lambda x: math.nan}, "scale is nan"),
+        ({"k_scale": lambda x: -1.0}, "k_scale is -1.0"),
+    ],
+)
+def test_a_shape_that_ran_before_is_checked_again(change: dict[str, Any], match: str) -> None:
+    case = Case(lens=(300, 650), heads=12, q_len=2, block_size=48, cp=(2, 0, 1))
+    inputs = build(case)
+    assert inputs.causal_lens is not None
+    layer = TorchDecode(6, config(dcp_size=2))
+    layer.decode(impl_of(2), inputs.q, inputs.kv_cache, metadata_of(inputs), layer_of(case))
+    # As the kernels do, the core trusts its caller from here on.
+    for core in layer._lane().cores.values():
+        core.decode = lambda *_, **__: torch.empty(0)  # type: ignore[method-assign, assignment]
+    ((name, how),) = change.items()
+    good: dict[str, Any] = {
+        "q": inputs.q, "seq_lens": inputs.seq_lens, "block_table": inputs.block_table,
+        "causal_lens": inputs.causal_lens, "scale": SCALE, "k_scale": 1.0,
+    }  # fmt: skip
+    given = good | {name: how(good[name])}
+    step = metadata_of(
+        inputs,
+        decode=SimpleNamespace(
+            block_table=given["block_table"], seq_lens=given["seq_lens"],
+            dcp_tot_seq_lens=given["causal_lens"],
+        ),
+    )  # fmt: skip
+    scales = SimpleNamespace(_q_scale_float=1.0, _k_scale_float=given["k_scale"])
+    with pytest.raises(UnsupportedDecodeError, match=match):
+        layer.decode(impl_of(2, scale=given["scale"]), given["q"], inputs.kv_cache, step, scales)
+
+
 def test_query_length_is_read_from_the_host_only() -> None:
     def read(requests: int, tokens: int, **fields: Any) -> Any:
         fields = {"decode": SimpleNamespace(), "num_prefills": 0} | fields
