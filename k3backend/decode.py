@@ -29,12 +29,14 @@ def mla_decode(
     Args:
         q: [requests * q_len, heads, 576], request-major, contiguous; 512 latent and 64 rope
             columns, divided by q_scale. fp8 or bfloat16; the reference backend also takes float32
-            and float64.
+            and float64. At most 128 heads, 64 tokens per request and 1,024 requests.
         kv_cache: [blocks, block_size, 576], holding key / k_scale; q's dtype, or fp8 under a
-            bfloat16 q. The value is the first 512 columns. Any block size, any block stride.
+            bfloat16 q (reference: fp8 or bfloat16 under any wider q). The value is the first 512
+            columns. Any block size, any block stride.
         block_table: [requests, columns] int32; entries past a request's length are not read.
         seq_lens: [requests] int32, keys of this rank including the query tokens' own; 0 allowed.
-        scale: softmax scale (Kimi-K3: 192 ** -0.5). q_scale, k_scale: quantisation scales.
+        scale: softmax scale (Kimi-K3: 192 ** -0.5). q_scale, k_scale: quantisation scales. Numbers
+            above 0; a tensor would have to be read from its device.
         q_len: query tokens per request, the same for all.
         causal: query token i of q_len sees the first len - q_len + i + 1 keys; otherwise all.
         causal_lens: [requests] int32 keys of all ranks; needed with context parallelism if causal.
@@ -49,12 +51,21 @@ def mla_decode(
             without ``return_lse``.
     Deterministic; does not sync except on the reference backend, which plans on the host.
     Raises:
-        UnsupportedDecodeError: (a ValueError) with every reason why this cannot run; nothing else
-            is tried instead.
-        PlatformError: the backend does not exist or does not import.
+        UnsupportedDecodeError: (a ValueError) with every reason why this cannot run, the same for
+            every backend; nothing else is tried instead. Block numbers and lengths that reach
+            outside of the cache are found on the CPU alone, where looking does not sync.
+        InputError: (a ValueError) there is no backend of that name.
+        PlatformError: the backend does not import.
     """
     from k3backend import dispatch
+    from k3backend.common.backend import VENDOR_NAMES
+    from k3backend.common.errors import InputError
 
+    if backend is not None and backend not in VENDOR_NAMES:
+        raise InputError(
+            f"backend is {backend!r}, expected one of {', '.join(VENDOR_NAMES)}, or None for the "
+            "dispatcher's choice"
+        )
     vendor = dispatch.BACKEND if backend is None else dispatch.load_backend(backend)
     out, lse2 = vendor.mla_decode.decode(
         q,

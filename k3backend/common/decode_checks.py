@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Integral, Real
 
 import torch
 
@@ -114,65 +115,44 @@ def interpreting() -> bool:
     return INTERPRETING
 
 
-def scale_problems(scale: float, k_scale: float) -> list[str]:
-    """Scales above 0: the softmax takes its maximum before scaling."""
+def device_problems(device: torch.device) -> list[str]:
+    """Why kernels cannot run on a device."""
+    if device.type != "cpu" or interpreting():
+        return []
     return [
-        f"{name} is {value}, expected a finite number above 0"
-        for name, value in (("scale", scale), ("k_scale", k_scale))
-        if not 0 < value < math.inf
+        "tensors are on the CPU, where Triton kernels run in its interpreter alone; set "
+        "TRITON_INTERPRET=1 before triton is imported or use the reference backend"
     ]
 
 
-def parallel_problems(
-    causal_lens: torch.Tensor | None, cp: tuple[int, int, int], causal: bool
-) -> list[str]:
+def scale_problems(scale: object, k_scale: object, q_scale: object = 1.0) -> list[str]:
+    """Scales above 0: the softmax takes its maximum before scaling."""
+    reasons = []
+    for name, value in (("scale", scale), ("q_scale", q_scale), ("k_scale", k_scale)):
+        if isinstance(value, bool) or not isinstance(value, Real):
+            remedy = "; pass its item()" if isinstance(value, torch.Tensor) else ""
+            reasons.append(f"{name} is a {type(value).__name__}, expected a number{remedy}")
+        elif not 0 < float(value) < math.inf:
+            reasons.append(f"{name} is {value}, expected a finite number above 0")
+    return reasons
+
+
+def parallel_problems(causal_lens: object, cp: object, causal: bool) -> list[str]:
     """A possible (world, rank, interleave), with global lengths where rows need them."""
+    expected = "expected (world >= 1, 0 <= rank < world, interleave >= 1)"
+    if (
+        not isinstance(cp, tuple | list)
+        or len(cp) != 3
+        or not all(isinstance(value, Integral) for value in cp)
+    ):
+        return [f"cp is {cp!r}, {expected}, three integers"]
     world, rank, interleave = cp
     reasons = []
     if world < 1 or not 0 <= rank < world or interleave < 1:
-        reasons.append(f"cp is {cp}, expected (world >= 1, 0 <= rank < world, interleave >= 1)")
+        reasons.append(f"cp is {cp}, {expected}")
     if causal_lens is None and world > 1 and causal:
         reasons.append(
             f"cp world is {world} and causal_lens is None; pass the global lengths, local ones do "
             "not tell what a query token sees"
         )
     return reasons
-
-
-def dense_problems(
-    q: object,
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    scale: float,
-    k_scale: float,
-    q_len: int,
-    causal: bool,
-    causal_lens: torch.Tensor | None,
-    cp: tuple[int, int, int],
-) -> list[str]:
-    """What the torch decode requires: shapes and scales, any float dtype, any strides."""
-    reasons = []
-    requests = seq_lens.shape[0] if seq_lens.ndim == 1 else -1
-    if requests < 0:
-        reasons.append(f"seq_lens has shape {list(seq_lens.shape)}, expected [requests]")
-    if q_len < 1:
-        reasons.append(f"q_len is {q_len}, expected at least 1")
-    if not isinstance(q, torch.Tensor):
-        reasons.append(f"q is a {type(q).__name__}, expected one tensor [tokens, heads, 576]")
-    elif q.ndim != 3 or q.shape[2] != HEAD_DIM or q.shape[0] != requests * q_len:
-        reasons.append(
-            f"q has shape {list(q.shape)}, expected [{requests * q_len}, heads, {HEAD_DIM}]: "
-            f"{requests} requests of q_len {q_len} tokens each"
-        )
-    if kv_cache.ndim != 3 or kv_cache.shape[2] != HEAD_DIM:
-        reasons.append(
-            f"kv_cache has shape {list(kv_cache.shape)}, expected [blocks, block_size, {HEAD_DIM}]"
-        )
-    if block_table.ndim != 2 or block_table.shape[0] != requests:
-        reasons.append(
-            f"block_table has shape {list(block_table.shape)}, expected [{requests}, columns]"
-        )
-    if causal_lens is not None and tuple(causal_lens.shape) != (requests,):
-        reasons.append(f"causal_lens has shape {list(causal_lens.shape)}, expected [{requests}]")
-    return reasons + scale_problems(scale, k_scale) + parallel_problems(causal_lens, cp, causal)

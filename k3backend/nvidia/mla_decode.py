@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 
 from k3backend.common.balanced_mla import dtype_name
-from k3backend.common.decode_checks import query_problems
+from k3backend.common.decode_call import call_problems, kernel_pairs
+from k3backend.common.decode_checks import device_problems
 from k3backend.common.errors import UnsupportedDecodeError
 from k3backend.nvidia.kv_balanced_mla.core import KvBalancedMla
 
@@ -37,13 +38,19 @@ def decode(
     Raises:
         UnsupportedDecodeError: with every reason why it cannot run.
     """
-    problems = query_problems(q)
+    problems = call_problems(
+        q, kv_cache, block_table, seq_lens, scale=scale, q_scale=q_scale, k_scale=k_scale,
+        q_len=q_len, causal=causal, causal_lens=causal_lens, cp=cp,
+        pairs=kernel_pairs(torch.float8_e4m3fn),
+    )  # fmt: skip
+    if isinstance(q, torch.Tensor):
+        problems += device_problems(q.device)
     if problems:
         raise UnsupportedDecodeError("balanced MLA decode cannot run", problems)
     core = KvBalancedMla(
         heads=q.shape[1],
         q_len=q_len,
-        max_requests=max(seq_lens.shape[0] if seq_lens.ndim else 0, 1),
+        max_requests=max(seq_lens.shape[0], 1),
         causal=causal,
         device=q.device,
         q_dtype=dtype_name(q.dtype) or "fp8",

@@ -11,7 +11,7 @@ import math
 import torch
 
 from k3backend.common import attention_reference as attention
-from k3backend.common.decode_checks import dense_problems
+from k3backend.common.decode_call import DtypePair, call_problems
 from k3backend.common.decode_counters import count_decode
 from k3backend.common.errors import UnsupportedDecodeError
 from k3backend.common.split_plan import SplitPlan, plan_splits
@@ -20,6 +20,15 @@ from k3backend.common.split_plan import SplitPlan, plan_splits
 WORKERS = 8
 TILE_TOKENS = 16
 TILE_ROWS = 64
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+_WIDE = (torch.bfloat16, torch.float32, torch.float64)
+DTYPE_PAIRS: tuple[DtypePair, ...] = (
+    *((dtype, dtype) for dtype in (*_FP8, *_WIDE)),
+    *((q, kv) for q in _WIDE for kv in _FP8),
+    *((q, torch.bfloat16) for q in (torch.float32, torch.float64)),
+)
+"""A cache under queries of its own dtype, or an fp8 or bfloat16 cache under wider queries."""
 
 
 def decode(
@@ -41,12 +50,13 @@ def decode(
 
     Returns:
         out [tokens, heads, 512]: q's dtype for float32 and float64, else bfloat16.
-        lse2 [tokens, heads] float32 (float64 for float64 inputs), or None.
+        lse2 [tokens, heads] float32, or None.
     Mutates nothing; reads lengths on the host; deterministic.
     """
-    reasons = dense_problems(
-        q, kv_cache, block_table, seq_lens, scale * q_scale, k_scale, q_len, causal, causal_lens, cp
-    )
+    reasons = call_problems(
+        q, kv_cache, block_table, seq_lens, scale=scale, q_scale=q_scale, k_scale=k_scale,
+        q_len=q_len, causal=causal, causal_lens=causal_lens, cp=cp, pairs=DTYPE_PAIRS,
+    )  # fmt: skip
     if reasons:
         raise UnsupportedDecodeError("reference MLA decode cannot run", reasons)
     heads = q.shape[1]
@@ -73,7 +83,7 @@ def decode(
     out = (out * k_scale).reshape(q.shape[0], heads, attention.VALUE_DIM)
     exact = q.dtype in (torch.float32, torch.float64)
     out = out.to(q.dtype if exact else torch.bfloat16)
-    return out, lse2.reshape(q.shape[0], heads) if return_lse else None
+    return out, lse2.float().reshape(q.shape[0], heads) if return_lse else None
 
 
 def run_plan(

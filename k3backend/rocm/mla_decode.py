@@ -42,23 +42,33 @@ def decode(
     Raises:
         UnsupportedDecodeError: with every reason why it cannot run.
     """
-    from k3backend.common.balanced_mla import dtype_name
-    from k3backend.common.decode_checks import query_problems
-    from k3backend.common.errors import UnsupportedDecodeError
-    from k3backend.rocm.kv_balanced_mla.core import FP8_DTYPES, KvBalancedMla
+    import torch
 
-    problems = query_problems(q)
+    from k3backend.common.balanced_mla import dtype_name
+    from k3backend.common.decode_call import call_problems, kernel_pairs
+    from k3backend.common.decode_checks import device_problems
+    from k3backend.common.errors import UnsupportedDecodeError
+    from k3backend.rocm.kv_balanced_mla.core import FP8_DTYPES, KvBalancedMla, gpu_arch
+
+    device = q.device if isinstance(q, torch.Tensor) else torch.device("cpu")
+    arch = gpu_arch(device)
+    if device.type == "cpu":
+        # The interpreter plays the GPU whose fp8 format the tensors have.
+        formats = {t.dtype for t in (q, kv_cache) if isinstance(t, torch.Tensor)}
+        arch = next((name for name, dtype in FP8_DTYPES.items() if dtype in formats), arch)
+    problems = call_problems(
+        q, kv_cache, block_table, seq_lens, scale=scale, q_scale=q_scale, k_scale=k_scale,
+        q_len=q_len, causal=causal, causal_lens=causal_lens, cp=cp,
+        pairs=kernel_pairs(FP8_DTYPES.get(arch, torch.float8_e4m3fn)),
+    )  # fmt: skip
+    if isinstance(q, torch.Tensor):
+        problems += device_problems(q.device)
     if problems:
         raise UnsupportedDecodeError("balanced MLA decode cannot run", problems)
-    arch = None
-    if q.device.type == "cpu":
-        # The interpreter plays the GPU whose fp8 format the tensors have.
-        formats = {q.dtype, kv_cache.dtype}
-        arch = next((name for name, dtype in FP8_DTYPES.items() if dtype in formats), None)
     core = KvBalancedMla(
         heads=q.shape[1],
         q_len=q_len,
-        max_requests=max(seq_lens.shape[0] if seq_lens.ndim else 0, 1),
+        max_requests=max(seq_lens.shape[0], 1),
         causal=causal,
         device=q.device,
         q_dtype=dtype_name(q.dtype) or "fp8",
