@@ -7,13 +7,15 @@ reported. A cache that really differs is refused with what differs and what that
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from k3backend.common.errors import KvMergeError
+from k3backend.common.foreign_spec import changed_spec, own_spec
 from k3backend.common.kv_merge import DifferenceKind, FieldDifference, explain_difference
 from k3backend.common.kv_spec import KVCacheSpec, MLAAttentionSpec, SlidingWindowMLASpec
 
+_Draft = TypeVar("_Draft")
 _MEANING = {
     DifferenceKind.FORMAT: "the caches differ in their bytes",
     DifferenceKind.SHARING: "the caches differ in what ranks hold of them",
@@ -41,9 +43,7 @@ class DraftRepair:
         return f"{self.field}: {self.was!r} -> {self.now!r} ({self.reason})"
 
 
-def align_draft_spec(
-    target: KVCacheSpec, draft: KVCacheSpec
-) -> tuple[KVCacheSpec, tuple[DraftRepair, ...]]:
+def align_draft_spec(target: object, draft: _Draft) -> tuple[_Draft, tuple[DraftRepair, ...]]:
     """The draft's spec so that it merges with the target's, and what was set for that.
 
     Repaired are label-only differences, and ``max_tp_shards`` None on a draft whose latent is the
@@ -51,17 +51,24 @@ def align_draft_spec(
     window on one side) stays the draft's, and the result is marked as a draft.
 
     Args:
-        target, draft: specs of one layer each.
+        target, draft: specs of one layer each, of this package or of vLLM (told by the names of
+            class and fields; vLLM is not imported), in any mix.
+    Returns:
+        The draft in its own class: a vLLM draft comes back as vLLM's object. ``is_draft`` is set
+        where that class has it (vLLM 0.33; 0.32 has not). And the repairs, in this package's
+        values.
     Raises:
+        SpecError: one of the two is no spec, or holds what this package does not know.
         KvMergeError: the specs differ in more than that. Names the first such field with both
             values, what the difference means, and the other fields.
     """
     repairs: list[DraftRepair] = []
     refused: list[FieldDifference] = []
-    for difference in explain_difference(target, draft):
+    own_target, own_draft = own_spec(target, "target"), own_spec(draft, "draft")
+    for difference in explain_difference(own_target, own_draft):
         if not difference.blocks:
             continue
-        reason = _repair_reason(difference, draft)
+        reason = _repair_reason(difference, own_draft)
         if reason is None:
             refused.append(difference)
         else:
@@ -69,7 +76,7 @@ def align_draft_spec(
     if refused:
         raise _refusal(refused)
     changes: dict[str, Any] = {repair.field: repair.now for repair in repairs}
-    return replace(draft, is_draft=True, **changes), tuple(repairs)
+    return changed_spec(draft, {"is_draft": True, **changes}), tuple(repairs)
 
 
 def _repair_reason(difference: FieldDifference, draft: KVCacheSpec) -> str | None:

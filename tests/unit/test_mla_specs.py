@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from k3backend.common.errors import KvMergeError
+from k3backend.common.errors import KvMergeError, SpecError
 from k3backend.common.k3_model import Deployment
 from k3backend.common.kv_config import pool_block_bytes, request_blocks, request_bytes
 from k3backend.common.kv_dtype import KVQuantMode, MultipleOf
@@ -297,6 +297,15 @@ def test_replication_of_sharded_heads_is_never_made_up() -> None:
     latent, draft = _mla_pair()
     with pytest.raises(KvMergeError, match="max_tp_shards"):
         align_draft_spec(replace(latent, max_tp_shards=None), draft)
+
+
+@pytest.mark.parametrize("nothing", [None, {}, "MLAAttentionSpec", MLAAttentionSpec])
+def test_what_is_no_spec_is_refused_by_name(nothing: object) -> None:
+    target, draft = _mla_pair()
+    with pytest.raises(SpecError, match="draft is"):
+        align_draft_spec(target, nothing)
+    with pytest.raises(SpecError, match="target is"):
+        align_draft_spec(nothing, draft)
 
 
 def test_a_gqa_draft_is_no_mla_draft() -> None:
