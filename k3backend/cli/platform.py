@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from k3backend._version import __version__
 from k3backend.cli.arguments import MAX_RANKS, MAX_SPEC_TOKENS, integer, one_of
 from k3backend.cli.command_line import Answer, CommandParser, UsageError, given_flags
-from k3backend.rocm.aiter_capabilities import ARCHS
+from k3backend.rocm.aiter_capabilities import ABSENT, ARCHS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> Answer:
     from k3backend.dispatch import BACKEND, CHOICE, FACTS
 
     versions = installed_versions()
-    routes = _routes(args, versions["aiter"])
+    routes = _routes(args, args.aiter_version or versions["aiter"])
     document: dict[str, Any] = {
         "schema": SCHEMA,
         "platform": CHOICE.name,
@@ -70,19 +70,22 @@ def run(args: argparse.Namespace) -> Answer:
     if routes is not None:
         from k3backend.report.route_tables import routes_document
 
-        document["routes"] = routes_document(routes)
+        # What a layer would take here, whatever version the table was asked about.
+        taken = _routes(args, versions["aiter"] or ABSENT) or []
+        document["aiter_installed"] = versions["aiter"] is not None
+        document["routes"] = routes_document(routes, taken)
 
     def render(console: Console) -> None:
         _render(console, CHOICE, FACTS, BACKEND, versions)
         if routes is not None:
             from k3backend.report.route_tables import print_routes
 
-            print_routes(console, routes, _routes_heading(args, versions["aiter"]))
+            print_routes(console, routes, taken, _routes_heading(args, versions["aiter"]))
 
     return Answer(document, render)
 
 
-def _routes(args: argparse.Namespace, installed_aiter: str | None) -> list[RouteRow] | None:
+def _routes(args: argparse.Namespace, aiter_version: str | None) -> list[RouteRow] | None:
     if not args.routes:
         alone = [flag for flag in given_flags(args) if flag not in {"--json", "--routes"}]
         if alone:
@@ -98,7 +101,7 @@ def _routes(args: argparse.Namespace, installed_aiter: str | None) -> list[Route
         dcp=args.dcp,
         draft_heads=args.draft_heads,
         arch=args.arch,
-        aiter_version=args.aiter_version or installed_aiter,
+        aiter_version=aiter_version,
     )
 
 
@@ -118,7 +121,9 @@ def _check_ranks(args: argparse.Namespace) -> None:
 
 def _routes_heading(args: argparse.Namespace, installed_aiter: str | None) -> str:
     version = args.aiter_version or installed_aiter
-    told = f"AITER {version}" if version else "AITER not installed: what the last two have"
+    told = f"AITER {version}" if version else "what the last two AITER versions have"
+    if installed_aiter is None:
+        told += "; AITER is not installed here, so layers take the folded kernel"
     return (
         f"ROCm decode routes, TP {args.tp}, DCP {args.dcp}, {args.spec_tokens} drafted tokens, "
         f"{TARGET_HEADS} target and {args.draft_heads} draft heads; {told}"

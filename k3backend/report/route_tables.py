@@ -12,8 +12,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def routes_document(rows: Sequence[RouteRow]) -> list[dict[str, Any]]:
-    """The rows as JSON values, in order."""
+def routes_document(rows: Sequence[RouteRow], taken: Sequence[RouteRow]) -> list[dict[str, Any]]:
+    """The rows as JSON values, in order.
+
+    Args:
+        rows: what the AITER version that was asked about would run.
+        taken: the same shapes with what is installed here.
+    """
     return [
         {
             "shape": row.shape,
@@ -23,23 +28,27 @@ def routes_document(rows: Sequence[RouteRow]) -> list[dict[str, Any]]:
             "q_len": row.q_len,
             "causal": row.causal,
             "route": row.route.name,
+            "taken": here.route.name,
             "padded_heads": row.route.padded_heads,
             "kv_reads": row.route.kv_reads,
             "verified": row.route.verified,
             "reason": row.route.reason,
         }
-        for row in rows
+        for row, here in zip(rows, taken, strict=True)
     ]
 
 
-def print_routes(console: Console, rows: Sequence[RouteRow], heading: str) -> None:
-    """Print one table: what is decoded, by which kernel, and why."""
+def print_routes(
+    console: Console, rows: Sequence[RouteRow], taken: Sequence[RouteRow], heading: str
+) -> None:
+    """Print one table: what is decoded, by which kernel, what layers take here, and why."""
     columns = [
         ("shape", "text"),
         ("GPU", "left"),
         ("KV", "left"),
         ("heads x tokens", "right"),
         ("route", "left"),
+        ("taken here", "left"),
         ("why", "text"),
     ]
     cells = [
@@ -49,8 +58,9 @@ def print_routes(console: Console, rows: Sequence[RouteRow], heading: str) -> No
             row.kv_dtype,
             f"{row.heads} x {row.q_len}",
             row.route.name,
+            here.route.name,
             row.route.reason,
         )
-        for row in rows
+        for row, here in zip(rows, taken, strict=True)
     ]
     console.print(data_table(columns, cells, title=heading))

@@ -8,6 +8,7 @@ import json
 import pytest
 
 from k3backend import dispatch
+from k3backend.cli import platform
 from tests.helpers.command_lines import run_fresh, run_here
 
 HEAVY = ("torch", "triton", "vllm", "aiter")
@@ -54,6 +55,24 @@ def test_routes_for_a_named_aiter_and_gpu(capsys: pytest.CaptureFixture[str]) ->
     routes = json.loads(outcome.stdout)["routes"]
     assert {row["arch"] for row in routes} == {"gfx950"}
     assert all(row["verified"] for row in routes)
+
+
+@pytest.mark.parametrize("installed", [None, "0.1.20"])
+def test_routes_say_what_layers_take_here(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, installed: str | None
+) -> None:
+    versions = platform.installed_versions() | {"aiter": installed}
+    monkeypatch.setattr(platform, "installed_versions", lambda: versions)
+    command = ("platform", "--routes", "--arch", "gfx950", "--aiter-version", "0.1.20")
+    document = json.loads(run_here(capsys, *command, "--json").stdout)
+    assert document["aiter_installed"] is (installed is not None)
+    routes = {row["route"] for row in document["routes"]}
+    assert any("aiter" in route for route in routes)
+    for row in document["routes"]:
+        assert row["taken"] == ("folded" if installed is None else row["route"])
+    human = " ".join(run_here(capsys, *command).stdout.split())
+    assert "taken here" in human
+    assert ("AITER is not installed here" in human) is (installed is None)
 
 
 @pytest.mark.parametrize(
