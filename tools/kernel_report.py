@@ -55,9 +55,10 @@ def _run(argv: list[str]) -> int:
     modes = [name for name in ("update_bounds", "peers", "write_docs") if getattr(args, name)]
     if len(modes) > 1:
         raise UsageError("--update-bounds, --peers and --write-docs exclude each other; give one")
-    if modes and modes != ["peers"] and (args.target or args.kernel):
+    if modes and modes != ["peers"] and (args.target or args.kernel or args.dtype):
         raise UsageError(
-            f"--{modes[0].replace('_', '-')} records all kernels; leave out --target and --kernel"
+            f"--{modes[0].replace('_', '-')} records all kernels; leave out --target, --kernel and "
+            "--dtype"
         )
     if args.update_bounds:
         return _update_bounds(args.jobs)
@@ -97,7 +98,7 @@ def _write_docs(jobs: int | None) -> int:
 
 
 def _peer_answer(args: argparse.Namespace) -> Answer:
-    chosen = kernels.choose_subjects(args.target, args.kernel or "decode")
+    chosen = kernels.choose_subjects(args.target, args.kernel or "decode", args.dtype or "fp8")
     targets = list(dict.fromkeys(subject.target for subject in chosen))
     rows, _, triton = kernels.compile_chosen(chosen, args.jobs)
     found = _ours(rows) + peer_documents(targets)
@@ -105,9 +106,9 @@ def _peer_answer(args: argparse.Namespace) -> Answer:
     return Answer(document, lambda console: kernel_documents.print_peers(console, found))
 
 
-def _ours(rows: Sequence[KernelRow]) -> list[dict[str, Any]]:
+def _ours(compiled: Sequence[KernelRow]) -> list[dict[str, Any]]:
     found = []
-    for row in rows:
+    for row in compiled:
         shape, launch = row.subject.shape, row.subject.launch
         if row.subject.kind != "decode" or shape is None or launch is None:
             continue
@@ -116,6 +117,7 @@ def _ours(rows: Sequence[KernelRow]) -> list[dict[str, Any]]:
             (12, 8, True, False),
         }:
             continue
+        rows = shape.heads * shape.q_len
         found.append(
             kernel_documents.peer_document(
                 "k3backend",
@@ -123,8 +125,8 @@ def _ours(rows: Sequence[KernelRow]) -> list[dict[str, Any]]:
                 row.subject.target,
                 row.facts,
                 tile_tokens=launch.tile_tokens,
-                rows=min(shape.heads * shape.q_len, launch.tile_rows),
-                reads=launch.row_tiles(shape.heads * 8) if shape.q_len == 8 else 8,
+                rows=rows / launch.row_tiles(rows),
+                reads=launch.row_tiles(rows) * 8 // shape.q_len,
                 kv_element_bytes=1 if shape.kv_dtype == "fp8" else 2,
             )
         )

@@ -8,17 +8,20 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from k3backend.cli.arguments import add_output_arguments, integer, shown, word
+from k3backend.cli.arguments import add_output_arguments, integer, one_of, shown, word
 from k3backend.cli.command_line import EXIT_DONE, EXIT_NO, Answer, CommandParser, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from k3backend.common.launch_config import DtypeName
     from k3backend.report.kernel_bounds import Bounds
     from k3backend.report.kernel_report import KernelRow, Progress
     from k3backend.report.kernel_requests import Subject
 
 MAX_JOBS = 64
+DTYPES = ("fp8", "bf16")
+"""Production is fp8; bf16 shows what the same decodes cost in bfloat16, without bounds."""
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -26,6 +29,7 @@ def add_arguments(parser: CommandParser) -> None:
     add = parser.add_argument_group("kernels").add_argument
     add("--target", type=word, metavar="GPU,GPU", help="gfx950, gfx942, sm_90, sm_100; all")
     add("--kernel", type=word, metavar="TEXT", help="kernels whose name contains it, any case")
+    add("--dtype", type=one_of(DTYPES), metavar="fp8|bf16", help="of query and cache; fp8")
     jobs = integer(1, MAX_JOBS)
     add("--jobs", type=jobs, metavar="N", help="compilations at a time; default: the CPUs")
     add_output_arguments(parser)
@@ -33,7 +37,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 def run(args: argparse.Namespace) -> Answer:
     """Compile and report. Raises PlatformError where triton is missing."""
-    chosen = choose_subjects(args.target, args.kernel)
+    chosen = choose_subjects(args.target, args.kernel, args.dtype or "fp8")
     rows, bounds, triton = compile_chosen(chosen, args.jobs)
     from k3backend.report.kernel_report import report_document
 
@@ -47,7 +51,9 @@ def run(args: argparse.Namespace) -> Answer:
     return Answer(document, render, EXIT_NO if any(row.problems for row in rows) else EXIT_DONE)
 
 
-def choose_subjects(target: str | None, kernel: str | None) -> list[Subject]:
+def choose_subjects(
+    target: str | None, kernel: str | None, dtype: DtypeName = "fp8"
+) -> list[Subject]:
     """What ``--target`` and ``--kernel`` name. Raises UsageError where that is nothing."""
     from k3backend.report.kernel_report import choose
     from k3backend.report.kernel_requests import TARGETS
@@ -59,9 +65,9 @@ def choose_subjects(target: str | None, kernel: str | None) -> list[Subject]:
             f"argument --target: {shown(target or '')} is not a list of different GPUs among "
             f"{', '.join(TARGETS)}; give one or more, separated by commas"
         )
-    chosen = choose(targets, kernel)
+    chosen = choose(targets, kernel, dtype)
     if not chosen:
-        names = ", ".join(dict.fromkeys(subject.name for subject in choose(targets)))
+        names = ", ".join(dict.fromkeys(subject.name for subject in choose(targets, dtype=dtype)))
         raise UsageError(
             f"argument --kernel: {shown(kernel or '')} is in no kernel's name; give a part of "
             f"one of {names}"

@@ -112,14 +112,15 @@ def peer_document(
     facts: KernelFacts,
     *,
     tile_tokens: int,
-    rows: int,
+    rows: float,
     reads: int,
     kv_element_bytes: int,
 ) -> dict[str, Any]:
     """One decode in numbers that kernels of different tiles share.
 
     Args:
-        rows: query rows that share one pass of the main loop. tile_tokens: its keys.
+        rows: real query rows that share one pass of the main loop, on average over the row tiles of
+            a request. tile_tokens: its keys.
         reads: KV reads of a request of 12 heads x 8 tokens.
     """
     waves = facts.lanes // CHIPS[target].wave_lanes
@@ -134,9 +135,9 @@ def peer_document(
         "workgroups_per_cu": CHIPS[target].workgroups_per_unit(facts),
         "loop_instructions": facts.loop.instructions,
         "tile_tokens": tile_tokens,
-        "tile_rows": rows,
+        "tile_rows": round(rows, 1),
         "wave_instructions_per_row_and_key": round(
-            facts.loop.instructions * waves / (rows * tile_tokens), 3
+            facts.loop.instructions * waves / (rows * tile_tokens), 2
         ),
         "loads_over_tile_bytes": round(facts.loop_load_bytes(8) / tile_bytes, 2),
         "kv_bytes_per_key": reads * HEAD_DIM * kv_element_bytes,
@@ -196,6 +197,8 @@ def _peer_cells(documents: Sequence[dict[str, Any]], keys: Sequence[str]) -> lis
 
 
 def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 

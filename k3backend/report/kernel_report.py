@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from k3backend.common.errors import K3Error
+from k3backend.common.launch_config import DtypeName
 from k3backend.report.chips import CHIPS
 from k3backend.report.kernel_bounds import Bounds, bound_problems
 from k3backend.report.kernel_checks import (
@@ -96,12 +97,14 @@ class KernelRow:
         return document
 
 
-def choose(targets: Sequence[str], wanted: str | None = None) -> list[Subject]:
+def choose(
+    targets: Sequence[str], wanted: str | None = None, dtype: DtypeName = "fp8"
+) -> list[Subject]:
     """Subjects of the targets whose name contains ``wanted``."""
     return [
         subject
         for target in targets
-        for subject in subjects(target)
+        for subject in subjects(target, dtype)
         if wanted is None or wanted.lower() in subject.name.lower()
     ]
 
@@ -137,7 +140,8 @@ def judge(subject: Subject, outcome: Outcome, bounds: Bounds) -> KernelRow:
     problems = resource_problems(subject.kind, subject.target, facts)
     if subject.kind == "decode" and subject.shape is not None and subject.launch is not None:
         problems += decode_problems(subject.target, subject.shape, subject.launch, facts, expected)
-    problems += bound_problems(bounds, subject.target, subject.name, facts)
+    if subject.bounded:
+        problems += bound_problems(bounds, subject.target, subject.name, facts)
     return KernelRow(subject, facts, tuple(problems))
 
 

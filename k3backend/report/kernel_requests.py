@@ -5,11 +5,16 @@ Shapes are ``launch_config.PRODUCTION_SHAPES``, launch choices each vendor's own
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from k3backend.common.errors import PlatformError
-from k3backend.common.launch_config import PRODUCTION_SHAPES, LaunchConfig, ProductionShape
+from k3backend.common.launch_config import (
+    PRODUCTION_SHAPES,
+    DtypeName,
+    LaunchConfig,
+    ProductionShape,
+)
 from k3backend.nvidia import launch_config as nvidia_launch
 from k3backend.report.chips import CHIPS
 from k3backend.rocm import launch_config as rocm_launch
@@ -46,6 +51,11 @@ class Subject:
     requests: int = 0
 
     @property
+    def bounded(self) -> bool:
+        """Production runs it, so its numbers are recorded: an fp8 cache with an fp8 query."""
+        return self.shape is None or self.shape.q_dtype == "fp8"
+
+    @property
     def config(self) -> dict[str, Any]:
         """Shape and launch choice as JSON values."""
         if self.shape is None or self.launch is None:
@@ -55,10 +65,22 @@ class Subject:
         return shape | launch | {"backend_options": dict(self.launch.backend_options)}
 
 
-def subjects(target: str) -> list[Subject]:
-    """What the report shows for a target, in order."""
-    launches = [(shape, launch_choice(shape, target)) for shape in PRODUCTION_SHAPES]
+def subjects(target: str, dtype: DtypeName = "fp8") -> list[Subject]:
+    """What the report shows for a target, in order.
+
+    Args:
+        dtype: of query and cache. Production is "fp8"; "bf16" gives the same decodes in bfloat16.
+    """
+    shapes = PRODUCTION_SHAPES
+    if dtype != "fp8":
+        shapes = tuple(
+            replace(shape, name=f"{shape.name} {dtype}", q_dtype=dtype, kv_dtype=dtype)
+            for shape in shapes
+        )
+    launches = [(shape, launch_choice(shape, target)) for shape in shapes]
     decodes = [Subject(target, f"decode {s.name}", "decode", s, launch) for s, launch in launches]
+    if dtype != "fp8":
+        return decodes
     combines = [
         Subject(target, f"combine {shape.name}", "combine", shape, launch)
         for shape, launch in launches

@@ -140,3 +140,25 @@ def test_a_wrong_kernel_is_caught(monkeypatch, capsys):
     assert record.document["ok"] is False
     assert "error bound" in record.document["correctness"][0]["message"]
     assert "WRONG" in capsys.readouterr().out
+
+
+@pytest.mark.interpreter
+def test_checks_and_timing_of_a_device_run(monkeypatch):
+    """What only a GPU reaches, with a cache of less than 4 GiB and without a clock."""
+    monkeypatch.setattr(gpu_correctness, "GIB", 2**20)
+    gpu_correctness._check_far_blocks(CPU)
+    monkeypatch.setattr(gpu_speed, "MAX_TOKENS", 8192)
+    monkeypatch.setattr(gpu_speed, "MAX_REQUESTS", 1)
+    monkeypatch.setattr(gpu_speed, "BLOCK_SIZES", {8: 512})
+    calls = []
+
+    def untimed(step):
+        calls.append(step())
+        return 10.0, "x"
+
+    monkeypatch.setattr(gpu_speed, "time_us", untimed)
+    case = gpu_speed.SpeedCase(8, 1, "bf16", "x", (600, 1, 512))
+    row = gpu_speed.time_case(CPU, gpu_speed.Pool(CPU), case, 1e12)
+    assert len(calls) == 2, "plan and decode"
+    assert (row["plan_us"], row["decode_us"], row["timed"], row["row_tiles"]) == (10, 10, "x", 1)
+    assert gpu_check._rates(row).startswith("TP8 1 tokens bf16 x")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,12 @@ from k3backend.report.amd_code import amd_facts
 from k3backend.report.chips import CHIPS
 from k3backend.report.kernel_bounds import Bounds, bound_problems, bounded_numbers, load_bounds
 from k3backend.report.kernel_checks import decode_problems, kv_reads, resource_problems
-from k3backend.report.kernel_documents import peer_document, peer_table, with_section
+from k3backend.report.kernel_documents import (
+    kernel_tables,
+    peer_document,
+    peer_table,
+    with_section,
+)
 from k3backend.report.kernel_facts import KernelFacts, LoopFacts
 from k3backend.report.kernel_report import Outcome, choose, compile_rows, compile_subject, judge
 from k3backend.report.kernel_requests import TARGETS, subjects
@@ -22,6 +28,7 @@ from k3backend.report.roofline import ridge_rows, tile_times
 from tests.helpers.command_lines import assert_refused, run_fresh, run_here
 
 NO_BOUNDS = Bounds()
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
 SHAPE = ProductionShape("TP8 8 tokens", 12, 8)
 LAUNCH = LaunchConfig(row_groups=(64, 32), tile_tokens=32, value_chunk=128, num_warps=4)
 
@@ -257,7 +264,7 @@ def test_peers_are_compared_per_row_and_key():
     document = peer_document(
         "ours", "x", "gfx950", GOOD, tile_tokens=32, rows=96, reads=1, kv_element_bytes=1
     )
-    assert document["wave_instructions_per_row_and_key"] == round(543 * 4 / (96 * 32), 3)
+    assert document["wave_instructions_per_row_and_key"] == round(543 * 4 / (96 * 32), 2)
     assert (document["loads_over_tile_bytes"], document["kv_bytes_per_key"]) == (1.0, 576)
     assert peer_table([document]).count("\n") == 3
 
@@ -276,6 +283,7 @@ def test_document_sections_are_replaced_or_missed():
         (("--target", "gfx950,gfx950"), ("--target", "different")),
         (("--kernel", "encode"), ("--kernel", "encode", "decode TP8 1 token")),
         (("--jobs", "0"), ("--jobs", "1")),
+        (("--dtype", "fp4"), ("--dtype", "fp8", "bf16")),
         (("--json", "x"), ("x",)),
     ],
 )
@@ -305,6 +313,8 @@ def test_production_kernels_are_as_good_as_recorded(target):
     rows = compile_rows(choose([target]), bounds, jobs=1)
     worse = [f"{row.subject.name}: {p}" for row in rows for p in row.problems]
     assert not worse, "where a bound has to move: tools/kernel_report.py --update-bounds"
+    table = kernel_tables(rows)
+    assert table in DOCUMENT.read_text(), "run tools/kernel_report.py --write-docs"
 
 
 @pytest.mark.compiler
@@ -327,6 +337,16 @@ def test_the_document_has_the_schema(capsys):
     assert set(kernel["main_loop"]) == {"instructions", "matrix", "lds", "global"}
     assert (kernel["ok"], kernel["problems"]) == (True, [])
     assert kernel["kv_reads"] == 1
+
+
+@pytest.mark.compiler
+def test_bfloat16_is_shown_without_bounds():
+    subject = next(s for s in subjects("gfx950", "bf16") if "TP8 8 tokens" in s.name)
+    outcome = compile_subject(subject)
+    row = judge(subject, outcome, load_bounds("any"))
+    assert (row.subject.name, row.problems) == ("decode TP8 8 tokens bf16", ())
+    assert all("bf16" in name for name, _ in row.facts.matrix_instructions)
+    assert kv_reads(subject.shape, subject.launch, row.facts) == 1
 
 
 def _mutated(target: str, **launch: object) -> tuple[str, ...]:
