@@ -39,12 +39,17 @@ def named_sets() -> dict[str, list[int]]:
     }
 
 
-def mooncake_sets(windows: int = 2) -> dict[str, list[int]]:
-    """Whole conversations of the Mooncake trace (input + output), in windows of each batch size."""
+def mooncake_lengths() -> list[int]:
+    """Tokens of the whole conversations of the Mooncake trace, input and output."""
     with MOONCAKE.open() as file:
-        lens = [
+        return [
             int(row["input_tokens"]) + int(row["output_tokens"]) for row in csv.DictReader(file)
         ]
+
+
+def mooncake_sets(windows: int = 2) -> dict[str, list[int]]:
+    """Whole conversations of the Mooncake trace, in windows of each batch size."""
+    lens = mooncake_lengths()
     return {
         f"Mooncake {batch} from {start}": lens[start : start + batch]
         for batch in BATCHES
