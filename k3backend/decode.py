@@ -31,8 +31,8 @@ def mla_decode(
             columns, divided by q_scale. fp8 or bfloat16; the reference backend also takes float32
             and float64. At most 128 heads, 64 tokens per request and 1,024 requests.
         kv_cache: [blocks, block_size, 576], holding key / k_scale; q's dtype, or fp8 under a
-            bfloat16 q (reference: fp8 or bfloat16 under any wider q). The value is the first 512
-            columns. Any block size, any block stride.
+            bfloat16 q (reference: fp8, bfloat16 or float16 under a wider q). The value is the first
+            512 columns. Any block size, any block stride.
         block_table: [requests, columns] int32; entries past a request's length are not read.
         seq_lens: [requests] int32, keys of this rank including the query tokens' own; 0 allowed.
         scale: softmax scale (Kimi-K3: 192 ** -0.5). q_scale, k_scale: quantisation scales. Numbers

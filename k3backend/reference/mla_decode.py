@@ -26,9 +26,9 @@ _WIDE = (torch.bfloat16, torch.float32, torch.float64)
 DTYPE_PAIRS: tuple[DtypePair, ...] = (
     *((dtype, dtype) for dtype in (*_FP8, *_WIDE)),
     *((q, kv) for q in _WIDE for kv in _FP8),
-    *((q, torch.bfloat16) for q in (torch.float32, torch.float64)),
+    *((q, kv) for q in (torch.float32, torch.float64) for kv in (torch.bfloat16, torch.float16)),
 )
-"""A cache under queries of its own dtype, or an fp8 or bfloat16 cache under wider queries."""
+"""A cache under queries of its own dtype, or one of 8 or 16 bits under wider queries."""
 
 
 def decode(

@@ -97,6 +97,9 @@ class K3CpuMLAImpl(CPUMLAImpl):
             UnsupportedDecodeError: the requests do not have the same number of query tokens.
         """
         q = one_query(q)
+        dtype = q.dtype
+        if dtype == torch.float16:  # float32 queries read a float16 cache as it is
+            q = q.float()
         decode = attn_metadata.decode
         starts = attn_metadata.query_start_loc[: attn_metadata.num_decodes + 1]
         out, _ = mla_decode(
@@ -111,4 +114,4 @@ class K3CpuMLAImpl(CPUMLAImpl):
             backend="reference",
         )
         report_progress()
-        return out.to(q.dtype), None
+        return out.to(dtype), None

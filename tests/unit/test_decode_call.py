@@ -119,6 +119,7 @@ def test_every_reason_is_listed(backend: str | None) -> None:
 def test_the_reference_takes_what_it_says(q_dtype: torch.dtype) -> None:
     given = arguments()
     pairs = {q_dtype} | ({FP8, FNUZ} if q_dtype not in (FP8, FNUZ) else set())
+    pairs |= {BF16, torch.float16} if q_dtype.itemsize > 2 else set()
     for kv_dtype in pairs:
         out, lse2 = k3backend.mla_decode(
             given["q"].float().to(q_dtype), torch.ones(4, 64, 576).to(kv_dtype),
