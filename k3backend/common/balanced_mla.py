@@ -4,8 +4,7 @@ A vendor subclasses `BalancedMla` with its launch choices. Buffers belong to the
 and ``work`` hold the plan, ``workspace`` the partials. Their sizes depend on the shape alone, so
 that a captured graph plans and decodes any lengths.
 
-``work`` is one int32 buffer: the plan's ``worker_indptr`` (workers + 1 entries, padded to a
-multiple of 8) and behind it the plan's items, 6 entries each.
+``plan_layout`` says where plans lie in them.
 """
 
 from __future__ import annotations
@@ -15,22 +14,20 @@ import torch
 from k3backend.common.decode_checks import (
     cache_problems,
     interpreting,
-    most_planned_requests,
     parallel_problems,
     scale_problems,
-    shape_problems,
     table_problems,
     tensor_problems,
 )
 from k3backend.common.decode_counters import device_counter
 from k3backend.common.errors import InputError, UnsupportedDecodeError
-from k3backend.common.launch_config import DtypeName, LaunchConfig
+from k3backend.common.kernel_device import kernel_device_problems, require_gpu
+from k3backend.common.launch_config import VALUE_DIM, DtypeName, LaunchConfig
+from k3backend.common.plan_layout import PlanPart, indptr_len, plan_layout
 from k3backend.common.split_packing import CANDIDATES
-from k3backend.common.split_plan import WORK_FIELDS, SplitCost, max_items, max_slots, plan_splits
+from k3backend.common.split_plan import WORK_FIELDS, max_items, max_slots, plan_splits
 
-VALUE_DIM = 512
 PLAN_TILE_TOKENS = 64
-INDPTR_ALIGNMENT = 8
 PLAN_SCRATCH = 2 * CANDIDATES + 1
 """int32 entries that the device planner needs, zero before its first launch."""
 
@@ -44,25 +41,6 @@ def dtype_name(dtype: torch.dtype) -> DtypeName | None:
     return "bf16" if dtype == torch.bfloat16 else None
 
 
-def indptr_len(workers: int) -> int:
-    """Entries of ``work`` in front of the items."""
-    return -(-(workers + 1) // INDPTR_ALIGNMENT) * INDPTR_ALIGNMENT
-
-
-def work_list_len(row_tiles: int, max_requests: int, workers: int) -> int:
-    """int32 entries of ``work``."""
-    return indptr_len(workers) + max_items(max_requests, row_tiles, workers) * WORK_FIELDS
-
-
-def workspace_bytes(slot_rows: int, row_tiles: int, max_requests: int, workers: int) -> int:
-    """Bytes of partials: float32 outputs and lse2 of every slot that any lengths can need.
-
-    At most two slots per worker (``split_plan.max_slots``), whatever the number of requests.
-    """
-    slots = max_slots(max_requests, row_tiles, workers)
-    return max(slots, 1) * slot_rows * (VALUE_DIM + 1) * 4
-
-
 class BalancedMla:
     """Plan and decode of one (heads, query tokens, maximum of requests) on one device.
 
@@ -71,8 +49,10 @@ class BalancedMla:
     Attributes:
         platform: the vendor's name, for the counters.
         heads, q_len, max_requests, causal, device, workers: as constructed.
-        rows: heads * q_len. row_tiles: how often the KV of a request is read.
-        cost: what the plan charges per piece.
+        rows: heads * q_len.
+        layout: its plans, and the sizes of its buffers.
+        row_groups, row_tiles, slot_rows, cost: of the first plan, which serves ``q_dtype``, or fp8
+            where none was given. ``row_tiles`` is how often the KV of a request is read.
     """
 
     platform = "none"
@@ -88,7 +68,7 @@ class BalancedMla:
         device: torch.device | str,
         *,
         workers: int,
-        q_dtype: DtypeName = "fp8",
+        q_dtype: DtypeName | None = None,
         fp8_dtype: torch.dtype = torch.float8_e4m3fn,
     ) -> None:
         """Check the shape.
@@ -99,39 +79,30 @@ class BalancedMla:
             max_requests: most requests of one decode, 1 to 1,024.
             causal: token i of q_len sees the keys up to its own position; otherwise all.
             workers: persistent workgroups.
-            q_dtype: of the queries that will come; row tiles may depend on it.
+            q_dtype: of the queries that will come; None: both, at the price of a second plan
+                where their row tiles differ.
             fp8_dtype: the fp8 format of the device.
         Raises:
-            UnsupportedDecodeError: with every limit that is broken.
+            UnsupportedDecodeError: with every limit that is broken, or a GPU that is not here.
         """
-        reasons = shape_problems(heads, q_len, max_requests)
-        if workers < 1:
-            reasons.append(f"workers is {workers}; give at least 1")
-        if reasons:
-            raise UnsupportedDecodeError("balanced MLA decode cannot be built", reasons)
+        require_gpu(device)
         self.heads = heads
         self.q_len = q_len
         self.max_requests = max_requests
         self.causal = causal
         self.device = torch.device(device)
         self.workers = workers
-        self.q_dtype: DtypeName = q_dtype
+        self.q_dtype = q_dtype
         self.fp8_dtype = fp8_dtype
         self.rows = heads * q_len
-        config = self.launch_config(q_dtype, "fp8")
-        self.row_groups = config.row_groups
-        self.row_tiles = config.row_tiles(self.rows)
-        most = most_planned_requests(heads, q_len, self.row_tiles)
-        if max_requests > most:
-            raise UnsupportedDecodeError(
-                "balanced MLA decode cannot be built",
-                [
-                    f"max_requests is {max_requests}, expected 1 to {most}: {self.rows} rows are "
-                    f"{self.row_tiles} row tiles per request, and one launch plans {most} requests"
-                ],
-            )
-        self.slot_rows = config.slot_rows(self.rows)
-        self.cost = SplitCost.derived(self.slot_rows)
+        self._configs: dict[tuple[torch.dtype, torch.dtype], LaunchConfig] = {}
+        names: tuple[DtypeName, ...] = ("fp8", "bf16") if q_dtype is None else (q_dtype,)
+        self.layout = plan_layout(
+            heads, q_len, max_requests, workers, (self.launch_config(q, "fp8") for q in names)
+        )
+        first = self.layout.parts[0]
+        self.row_groups, self.row_tiles = first.row_groups, first.row_tiles
+        self.slot_rows, self.cost = first.slot_rows, first.cost
         # Allocated now, because neither may happen inside graph capture.
         self._plan_scratch = torch.zeros(PLAN_SCRATCH, dtype=torch.int32, device=self.device)
         self._counter = device_counter(self.platform, self.device)
@@ -143,17 +114,17 @@ class BalancedMla:
     @property
     def counts_len(self) -> int:
         """int32 entries of ``counts``."""
-        return self.max_requests * self.row_tiles
+        return self.layout.counts_len
 
     @property
     def work_len(self) -> int:
         """int32 entries of ``work``."""
-        return work_list_len(self.row_tiles, self.max_requests, self.workers)
+        return self.layout.work_len
 
     @property
     def workspace_bytes(self) -> int:
         """Bytes of ``workspace``."""
-        return workspace_bytes(self.slot_rows, self.row_tiles, self.max_requests, self.workers)
+        return self.layout.workspace_bytes
 
     def new_buffers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Fresh (counts, work, workspace) for callers without a workspace manager."""
@@ -181,21 +152,23 @@ class BalancedMla:
         requests = seq_lens.shape[0]
         if requests == 0:
             return
-        indptr, items = self._plan_views(requests, work)
-        if interpreting() and not self.interpret_planner:
-            self._plan_on_host(seq_lens, counts, indptr, items)
-            return
-        plan_splits_device(
-            seq_lens,
-            items,
-            indptr,
-            counts,
-            self._plan_scratch,
-            row_tiles=self.row_tiles,
-            num_workers=self.workers,
-            tile_tokens=PLAN_TILE_TOKENS,
-            cost=self.cost,
-        )
+        for part in self.layout.parts:
+            indptr, items = self._plan_views(requests, work, part)
+            part_counts = counts[part.counts_start :]
+            if interpreting() and not self.interpret_planner:
+                self._plan_on_host(seq_lens, part_counts, indptr, items, part)
+                continue
+            plan_splits_device(
+                seq_lens,
+                items,
+                indptr,
+                part_counts,
+                self._plan_scratch,
+                row_tiles=part.row_tiles,
+                num_workers=self.workers,
+                tile_tokens=PLAN_TILE_TOKENS,
+                cost=part.cost,
+            )
 
     def decode(
         self,
@@ -256,10 +229,12 @@ class BalancedMla:
             out = torch.empty((*q.shape[:-1], VALUE_DIM), dtype=torch.bfloat16, device=q.device)
         if requests == 0:
             return out
-        slots = max_slots(requests, self.row_tiles, self.workers) or 1
-        values = slots * self.slot_rows * VALUE_DIM
-        floats = workspace[: (values + slots * self.slot_rows) * 4].view(torch.float32)
-        indptr, items = self._plan_views(requests, work)
+        part = self._part_of(config)
+        slots = max_slots(requests, part.row_tiles, self.workers) or 1
+        values = slots * part.slot_rows * VALUE_DIM
+        floats = workspace[: (values + slots * part.slot_rows) * 4].view(torch.float32)
+        indptr, items = self._plan_views(requests, work, part)
+        counts = counts[part.counts_start : part.counts_start + requests * part.row_tiles]
         launch_decode(
             config,
             q=q,
@@ -281,7 +256,7 @@ class BalancedMla:
         )
         launch_combine(
             config,
-            counts=counts[: requests * self.row_tiles],
+            counts=counts,
             partial=floats[:values],
             partial_lse=floats[values:],
             out=out,
@@ -374,12 +349,8 @@ class BalancedMla:
 
     def device_problems(self) -> list[str]:
         """Why kernels cannot run on the core's device."""
-        if self.device.type != "cpu" or interpreting():
-            return []
-        return [
-            "tensors are on the CPU, where Triton kernels run in its interpreter alone; set "
-            "TRITON_INTERPRET=1 before triton is imported or use the reference backend"
-        ]
+        # A GPU was looked for when the core was built.
+        return kernel_device_problems(self.device) if self.device.type == "cpu" else []
 
     def _plan_on_host(
         self,
@@ -387,28 +358,47 @@ class BalancedMla:
         counts: torch.Tensor,
         indptr: torch.Tensor,
         items: torch.Tensor,
+        part: PlanPart | None = None,
     ) -> None:
+        part = part or self.layout.parts[0]
         plan = plan_splits(
             seq_lens,
-            row_tiles=self.row_tiles,
+            row_tiles=part.row_tiles,
             num_workers=self.workers,
             tile_tokens=PLAN_TILE_TOKENS,
-            cost=self.cost,
+            cost=part.cost,
         )
         counts[: plan.counts.shape[0]] = torch.from_numpy(plan.counts)
         indptr.copy_(torch.from_numpy(plan.worker_indptr))
         items[: plan.work.shape[0]] = torch.from_numpy(plan.work)
 
     def _config_of(self, q_dtype: torch.dtype, kv_dtype: torch.dtype) -> LaunchConfig:
-        q_name, kv_name = dtype_name(q_dtype), dtype_name(kv_dtype)
-        if q_name is None or kv_name is None:
-            raise InputError(f"no launch choice for q {q_dtype} over kv_cache {kv_dtype}")
-        return self.launch_config(q_name, kv_name)
+        config = self._configs.get((q_dtype, kv_dtype))
+        if config is None:
+            q_name, kv_name = dtype_name(q_dtype), dtype_name(kv_dtype)
+            if q_name is None or kv_name is None:
+                raise InputError(f"no launch choice for q {q_dtype} over kv_cache {kv_dtype}")
+            config = self._configs[q_dtype, kv_dtype] = self.launch_config(q_name, kv_name)
+        return config
 
-    def _plan_views(self, requests: int, work: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """worker_indptr [workers + 1] and items [n, 6] inside ``work``."""
+    def _part_of(self, config: LaunchConfig) -> PlanPart:
+        """The plan that cuts rows as the launch choice does."""
+        for part in self.layout.parts:
+            if part.row_groups == config.row_groups:
+                return part
+        raise InputError(
+            f"no plan has row groups {config.row_groups}: it was made for {self.q_dtype} queries; "
+            "construct without q_dtype"
+        )
+
+    def _plan_views(
+        self, requests: int, work: torch.Tensor, part: PlanPart | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """worker_indptr [workers + 1] and items [n, 6] of a plan, the first one by default."""
+        part = part or self.layout.parts[0]
+        work = work[part.work_start :]
         start = indptr_len(self.workers)
-        items = max_items(requests, self.row_tiles, self.workers)
+        items = max_items(requests, part.row_tiles, self.workers)
         return work[: self.workers + 1], work[start : start + items * WORK_FIELDS].view(
             items, WORK_FIELDS
         )
@@ -459,9 +449,9 @@ class BalancedMla:
             known = ", ".join(f"{q} over {kv}" for q, kv in pairs)
             return [f"q {q_dtype} over kv_cache {kv_dtype} is not one of {known}"]
         config = self._config_of(q_dtype, kv_dtype)
-        if config.row_groups != self.row_groups:
+        if all(part.row_groups != config.row_groups for part in self.layout.parts):
             return [
                 f"q is {q_dtype}, but row tiles were planned for {self.q_dtype} queries; construct "
-                f"with q_dtype={dtype_name(q_dtype)!r}"
+                f"with q_dtype={dtype_name(q_dtype)!r}, or without for both"
             ]
         return []

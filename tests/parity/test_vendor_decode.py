@@ -88,3 +88,21 @@ def test_rocm_equals_nvidia_within_twice_the_rounding(case: Case) -> None:
     assert torch.allclose(
         nvidia_lse2[~empty], rocm_lse2[~empty], rtol=0, atol=2 * 2.0**-21 * largest
     )
+
+
+@pytest.mark.parametrize("kind", [NvidiaMla, RocmMla])
+@pytest.mark.parametrize("heads", [12, 128])
+def test_one_object_without_a_query_dtype_decodes_both(kind: type[BalancedMla], heads: int) -> None:
+    # 128 rows: AMD reads the KV of an fp8 query once and that of a bfloat16 one twice.
+    core = kind(heads, 1, 3, True, "cpu")  # type: ignore[call-arg]
+    buffers = core.new_buffers()
+    for dtypes in ((BF16, BF16), (FP8, FP8), (BF16, FP8)):
+        case = Case((700, 5, 0), heads, 1, q_dtype=dtypes[0], kv_dtype=dtypes[1])
+        inputs = build(case)
+        core.plan(inputs.seq_lens, *buffers[:2])
+        lse2 = torch.empty(inputs.q.shape[:2])
+        out = core.decode(
+            inputs.q, inputs.kv_cache, inputs.block_table, inputs.seq_lens, inputs.score_scale,
+            case.k_scale, *buffers, lse=lse2,
+        )  # fmt: skip
+        check(inputs, out, lse2)

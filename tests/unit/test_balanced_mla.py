@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -9,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ import pytest
 import torch
 
 import k3backend
+from k3backend.common import kernel_device
 from k3backend.common.balanced_mla import PLAN_TILE_TOKENS
 from k3backend.common.errors import InputError, UnsupportedDecodeError
 from k3backend.common.launch_config import LaunchConfig
@@ -35,18 +38,22 @@ CASES = {
     )
 }
 
+VENDORS: tuple[Any, ...] = (nvidia_core, rocm_core)
+
 
 def new_core(heads: int = 12, q_len: int = 2, max_requests: int = 4, **changes: Any) -> TorchCore:
     return TorchCore(heads, q_len, max_requests, True, "cpu", workers=WORKERS, **changes)
 
 
-def test_there_is_no_row_floor() -> None:
+def test_there_is_no_row_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = [(12, 1), (12, 4), (12, 8), (6, 8), (96, 1), (48, 1)]
     assert [shape[0] * shape[1] > 64 for shape in shapes] == CASES["row-floor"]["upstream"]
     for heads, q_len in shapes:
-        assert nvidia_core.supports(heads, q_len, "cpu")
+        assert not any(vendor.supports(heads, q_len, "cpu") for vendor in VENDORS)
+        monkeypatch.setattr(kernel_device, "interpreting", lambda: True)
+        assert all(vendor.supports(heads, q_len, "cpu") for vendor in VENDORS)
+        monkeypatch.undo()
         assert nvidia_core.max_planned_requests(heads, q_len) == 1024
-    assert not nvidia_core.supports(129, 1, "cpu")
     # 8,192 rows are 128 row tiles per request, and a plan holds 16,384 items.
     assert nvidia_core.max_planned_requests(128, 64) == 128
     assert rocm_core.max_planned_requests(128, 64) == 16384 // 86
@@ -135,6 +142,68 @@ def test_limits_of_the_core_are_listed_together() -> None:
     assert len(error.value.reasons) == 4
 
 
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_devices_that_are_not_here(vendor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(kernel_device, "interpreting", lambda: True)
+    assert vendor.supports(12, 8, "cpu")
+    assert not vendor.supports(129, 1, "cpu")
+    for device in ("cuda", "meta"):
+        assert not vendor.supports(12, 8, device)
+        for build_one in (
+            lambda device=device: vendor.KvBalancedMla(12, 8, 4, True, device),
+            lambda device=device: vendor.max_active_workers(device),
+        ):
+            with pytest.raises(UnsupportedDecodeError, match=f"device is {device}"):
+                build_one()
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+@pytest.mark.parametrize(
+    ("shape", "names"),
+    [
+        ((0, 8, 4), ("heads",)),
+        ((12, 65, 4), ("q_len",)),
+        ((12, 8, 0), ("max_requests",)),
+        ((129, 0, 1025), ("heads", "q_len", "max_requests")),
+        ((128, 64, 1024), ("max_requests",)),
+    ],
+)
+def test_sizes_of_shapes_that_cannot_be_built_are_refused(
+    vendor: Any, shape: tuple[int, int, int], names: tuple[str, ...]
+) -> None:
+    for function in (vendor.work_list_len, vendor.workspace_bytes):
+        with pytest.raises(UnsupportedDecodeError) as error:
+            function(*shape)
+        assert len(error.value.reasons) == len(names)
+        assert all(f"{name} is" in str(error.value) for name in names)
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+@pytest.mark.parametrize("units", [None, 256])
+def test_the_documented_sizes_hold_any_object(
+    vendor: Any, units: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archs: tuple[dict[str, str], ...] = ({},)
+    if vendor is rocm_core:
+        archs = ({"arch": "gfx950"}, {"arch": "gfx942"})
+    if units is not None:  # the CPU plays a GPU of 256 units
+        properties = SimpleNamespace(multi_processor_count=units, gcnArchName="gfx950")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for heads, q_len, requests in ((1, 1, 4), (12, 1, 256), (12, 8, 64), (128, 1, 8), (96, 8, 3)):
+        workers = {} if units is None else {"workers": vendor.max_active_workers("cuda")}
+        if units is not None and vendor is rocm_core:
+            workers = {"workers": vendor.max_active_workers("cuda", heads * q_len)}
+            assert workers["workers"] <= vendor.max_active_workers("cuda")
+        for arch, q_dtype in itertools.product(archs, (None, "fp8", "bf16")):
+            core = vendor.KvBalancedMla(
+                heads, q_len, requests, True, "cpu", q_dtype=q_dtype, **arch, **workers
+            )
+            assert core.work_len <= vendor.work_list_len(heads, q_len, requests)
+            assert core.workspace_bytes <= vendor.workspace_bytes(heads, q_len, requests)
+
+
 def test_every_reason_of_a_decode_is_listed() -> None:
     inputs = build(Case(lens=(30, 70), heads=12, q_len=2))
     core = new_core()
@@ -188,9 +257,12 @@ def test_a_query_dtype_with_other_row_tiles_is_refused() -> None:
 
     inputs = build(Case(lens=(30,), heads=128, q_dtype=BF16, kv_dtype=BF16))
     arguments = (inputs.q, inputs.kv_cache, inputs.block_table, inputs.seq_lens, 1.0, 1.0)
-    planned = Rocm(128, 1, 1, True, "cpu", workers=4)
+    planned = Rocm(128, 1, 1, True, "cpu", workers=4, q_dtype="fp8")
     assert "construct with q_dtype='bf16'" in planned.decode_problems(*arguments)[0]
     assert Rocm(128, 1, 1, True, "cpu", workers=4, q_dtype="bf16").decode_problems(*arguments) == []
+    both = Rocm(128, 1, 1, True, "cpu", workers=4)
+    assert both.decode_problems(*arguments) == []
+    assert [part.row_tiles for part in both.layout.parts] == [1, 2]
 
 
 def test_cpu_tensors_without_the_interpreter_are_refused() -> None:

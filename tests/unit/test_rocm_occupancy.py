@@ -42,8 +42,15 @@ def test_workgroups_fit_the_registers(arch: str, name: str) -> None:
 def test_workers_of_a_device(
     monkeypatch: pytest.MonkeyPatch, arch: str, units: int, rows: int, q_dtype: str, workers: int
 ) -> None:
+    pairs = (12, 24) if arch == "gfx950" else (24,)
     properties = SimpleNamespace(multi_processor_count=units, gcnArchName=f"{arch}:sramecc+")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert core.max_active_workers("cuda", rows, q_dtype) == workers  # type: ignore[arg-type]
     assert core.max_active_workers("cpu", rows, q_dtype) == 8  # type: ignore[arg-type]
+    # Without a shape: the most that any object of this GPU uses.
+    assert core.max_active_workers("cuda") == 2 * units
+    assert core.max_active_workers("cuda", rows) == 2 * units // (1 if rows in pairs else 2)
     assert core.supports(12, 8, "cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not core.supports(12, 8, "cuda")

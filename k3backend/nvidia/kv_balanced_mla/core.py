@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import torch
 
-from k3backend.common import balanced_mla
 from k3backend.common.balanced_mla import BalancedMla
 from k3backend.common.decode_checks import most_planned_requests, shape_problems
+from k3backend.common.kernel_device import kernel_device_problems, require_gpu
 from k3backend.common.launch_config import DtypeName, LaunchConfig
+from k3backend.common.plan_layout import PlanLayout, plan_layout
 from k3backend.nvidia.launch_config import decode_launch
 
 INTERPRETER_WORKERS = 8
@@ -26,17 +27,24 @@ MIN_CAPABILITY = 90
 
 
 def capability(device: torch.device | str) -> int:
-    """Compute capability as major * 10 + minor; 90 for the CPU under the interpreter."""
+    """Compute capability as major * 10 + minor; 90 for the CPU, 0 where there is no NVIDIA GPU."""
     found = torch.device(device)
-    if found.type != "cuda":
+    if found.type == "cpu":
         return MIN_CAPABILITY
+    if torch.version.hip is not None or kernel_device_problems(found):
+        return 0
     major, minor = torch.cuda.get_device_capability(found)
     return int(major) * 10 + int(minor)
 
 
 def supports(heads: int, q_len: int, device: torch.device | str = "cuda") -> bool:
-    """Whether ``KvBalancedMla(heads, q_len, …, device)`` can be built. There is no row floor."""
-    return not shape_problems(heads, q_len) and capability(device) >= MIN_CAPABILITY
+    """Whether ``KvBalancedMla(heads, q_len, …, device)`` can decode. There is no row floor.
+
+    False without an error where no kernel can run: no GPU, or the CPU without Triton's interpreter.
+    """
+    if shape_problems(heads, q_len) or kernel_device_problems(device):
+        return False
+    return capability(device) >= MIN_CAPABILITY
 
 
 def max_planned_requests(heads: int, q_len: int) -> int:
@@ -50,33 +58,38 @@ def max_active_workers(device: torch.device | str | None = None) -> int:
 
     Args:
         device: None is the current CUDA device, or the CPU where there is none.
+    Raises:
+        UnsupportedDecodeError: the device is not here.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     found = torch.device(device)
-    if found.type != "cuda":
+    require_gpu(found)
+    if found.type == "cpu":
         return INTERPRETER_WORKERS
     return int(torch.cuda.get_device_properties(found).multi_processor_count)
 
 
 def work_list_len(heads: int, q_len: int, max_requests: int, workers: int | None = None) -> int:
-    """int32 entries of ``work``; ``workers`` None is ``max_active_workers()``."""
-    config = decode_launch(heads * q_len)
-    workers = max_active_workers() if workers is None else workers
-    return balanced_mla.work_list_len(config.row_tiles(heads * q_len), max_requests, workers)
+    """int32 entries of ``work`` for any dtype; ``workers`` None is ``max_active_workers()``.
+
+    Raises:
+        UnsupportedDecodeError: with every limit of the shape that is broken.
+    """
+    return _layout(heads, q_len, max_requests, workers).work_len
 
 
 def workspace_bytes(heads: int, q_len: int, max_requests: int, workers: int | None = None) -> int:
-    """Bytes of ``workspace``; ``workers`` None is ``max_active_workers()``.
+    """Bytes of ``workspace`` for any dtype; ``workers`` and errors as in `work_list_len`.
 
     At most two partial slots per worker, so it does not grow with requests beyond that.
     """
-    rows = heads * q_len
-    config = decode_launch(rows)
+    return _layout(heads, q_len, max_requests, workers).workspace_bytes
+
+
+def _layout(heads: int, q_len: int, max_requests: int, workers: int | None) -> PlanLayout:
     workers = max_active_workers() if workers is None else workers
-    return balanced_mla.workspace_bytes(
-        config.slot_rows(rows), config.row_tiles(rows), max_requests, workers
-    )
+    return plan_layout(heads, q_len, max_requests, workers, [decode_launch(heads * q_len)])
 
 
 class KvBalancedMla(BalancedMla):
@@ -93,7 +106,7 @@ class KvBalancedMla(BalancedMla):
         device: torch.device | str = "cuda",
         *,
         workers: int | None = None,
-        q_dtype: DtypeName = "fp8",
+        q_dtype: DtypeName | None = None,
     ) -> None:
         """See `BalancedMla`; ``workers`` None is ``max_active_workers(device)``."""
         self._capability = capability(device)

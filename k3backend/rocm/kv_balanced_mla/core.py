@@ -6,89 +6,109 @@ CPU tensors take the place of a gfx950 device, with 8 workers.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
-from k3backend.common import balanced_mla
 from k3backend.common.balanced_mla import BalancedMla
 from k3backend.common.decode_checks import most_planned_requests, shape_problems
+from k3backend.common.kernel_device import kernel_device_problems, require_gpu
 from k3backend.common.launch_config import DtypeName, LaunchConfig
+from k3backend.common.plan_layout import PlanLayout, plan_layout
 from k3backend.rocm.aiter_capabilities import ARCHS
 from k3backend.rocm.launch_config import decode_launch, workgroups_per_cu
 
 INTERPRETER_WORKERS = 8
+Q_DTYPES: tuple[DtypeName, ...] = ("fp8", "bf16")
 FP8_DTYPES = {"gfx950": torch.float8_e4m3fn, "gfx942": torch.float8_e4m3fnuz}
 """The fp8 format of each GPU's matrix instructions: OCP on gfx950, fnuz on gfx942."""
 
 
 def gpu_arch(device: torch.device | str) -> str:
-    """The GPU's name, "gfx950"; that of the CPU under the interpreter is gfx950 too."""
+    """The GPU's name, "gfx950"; gfx950 too for the CPU, "none" where there is no GPU."""
     found = torch.device(device)
-    if found.type != "cuda":
+    if found.type == "cpu":
         return ARCHS[0]
+    if kernel_device_problems(found):
+        return "none"
     properties = torch.cuda.get_device_properties(found)
     return str(getattr(properties, "gcnArchName", "") or properties.name).split(":")[0]
 
 
 def supports(heads: int, q_len: int, device: torch.device | str = "cuda") -> bool:
-    """Whether ``KvBalancedMla(heads, q_len, …, device)`` can be built. There is no row floor."""
-    return not shape_problems(heads, q_len) and gpu_arch(device) in ARCHS
+    """Whether ``KvBalancedMla(heads, q_len, …, device)`` can decode. There is no row floor.
+
+    False without an error where no kernel can run: no GPU, or the CPU without Triton's interpreter.
+    """
+    if shape_problems(heads, q_len) or kernel_device_problems(device):
+        return False
+    return gpu_arch(device) in ARCHS
 
 
 def max_planned_requests(heads: int, q_len: int) -> int:
     """Most requests that one launch plans: 1,024, fewer for thousands of rows, 0 for bad shapes."""
     rows = max(heads * q_len, 1)
-    return most_planned_requests(heads, q_len, max(c.row_tiles(rows) for _, c in _configs(rows)))
+    row_tiles = [config.row_tiles(rows) for arch in ARCHS for config in _configs(rows, arch)]
+    return most_planned_requests(heads, q_len, max(row_tiles))
 
 
 def max_active_workers(
-    device: torch.device | str | None = None, rows: int = 128, q_dtype: DtypeName = "fp8"
+    device: torch.device | str | None = None,
+    rows: int | None = None,
+    q_dtype: DtypeName | None = None,
 ) -> int:
-    """Persistent workgroups that run at the same time: on MI355X 256, on MI300X 304, or twice that.
+    """Persistent workgroups that run at the same time, one or two per compute unit.
 
     Args:
         device: None is the current device, or the CPU where there is none.
-        rows, q_dtype: heads x query tokens; few fp8 rows take few registers, so that two
-            workgroups share a compute unit.
+        rows: heads x query tokens; None: the most that any shape uses, 512 on MI355X.
+        q_dtype: None: the more of both. Few fp8 rows take few registers, so that two workgroups
+            share a compute unit.
+    Raises:
+        UnsupportedDecodeError: the device is not here.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     found = torch.device(device)
-    if found.type != "cuda":
+    require_gpu(found)
+    if found.type == "cpu":
         return INTERPRETER_WORKERS
     units = int(torch.cuda.get_device_properties(found).multi_processor_count)
-    return units * workgroups_per_cu(rows, q_dtype=q_dtype, arch=gpu_arch(found))
+    arch = gpu_arch(found)
+    return units * max(
+        workgroups_per_cu(of, q_dtype=name, arch=arch)
+        for of in ((16, 32) if rows is None else (rows,))
+        for name in (Q_DTYPES if q_dtype is None else (q_dtype,))
+    )
 
 
 def work_list_len(heads: int, q_len: int, max_requests: int, workers: int | None = None) -> int:
-    """int32 entries of ``work`` for any dtype; ``workers`` None is ``max_active_workers()``."""
-    rows = heads * q_len
-    return max(
-        balanced_mla.work_list_len(
-            config.row_tiles(rows),
-            max_requests,
-            max_active_workers(None, rows, q_dtype) if workers is None else workers,
-        )
-        for q_dtype, config in _configs(rows)
-    )
+    """int32 entries of ``work`` for any dtype and GPU.
+
+    Args:
+        workers: None is what an object of this shape uses on the current device.
+    Raises:
+        UnsupportedDecodeError: with every limit of the shape that is broken.
+    """
+    return max(layout.work_len for layout in _layouts(heads, q_len, max_requests, workers))
 
 
 def workspace_bytes(heads: int, q_len: int, max_requests: int, workers: int | None = None) -> int:
-    """Bytes of ``workspace`` for any dtype; ``workers`` None is ``max_active_workers()``."""
+    """Bytes of ``workspace`` for any dtype and GPU; arguments and errors as in `work_list_len`."""
+    return max(layout.workspace_bytes for layout in _layouts(heads, q_len, max_requests, workers))
+
+
+def _layouts(
+    heads: int, q_len: int, max_requests: int, workers: int | None
+) -> Iterator[PlanLayout]:
     rows = heads * q_len
-    return max(
-        balanced_mla.workspace_bytes(
-            config.slot_rows(rows),
-            config.row_tiles(rows),
-            max_requests,
-            max_active_workers(None, rows, q_dtype) if workers is None else workers,
-        )
-        for q_dtype, config in _configs(rows)
-    )
+    workers = max_active_workers(None, max(rows, 1)) if workers is None else workers
+    for arch in ARCHS:
+        yield plan_layout(heads, q_len, max_requests, workers, _configs(rows, arch))
 
 
-def _configs(rows: int) -> list[tuple[DtypeName, LaunchConfig]]:
-    names: tuple[DtypeName, ...] = ("fp8", "bf16")
-    return [(name, decode_launch(rows, q_dtype=name)) for name in names]
+def _configs(rows: int, arch: str) -> Iterator[LaunchConfig]:
+    return (decode_launch(rows, q_dtype=name, arch=arch) for name in Q_DTYPES)
 
 
 class KvBalancedMla(BalancedMla):
@@ -105,7 +125,7 @@ class KvBalancedMla(BalancedMla):
         device: torch.device | str = "cuda",
         *,
         workers: int | None = None,
-        q_dtype: DtypeName = "fp8",
+        q_dtype: DtypeName | None = None,
         arch: str | None = None,
     ) -> None:
         """See `BalancedMla`.

@@ -1,0 +1,40 @@
+"""Which devices the Triton kernels can run on in this process."""
+
+from __future__ import annotations
+
+import torch
+
+from k3backend.common.decode_checks import interpreting
+from k3backend.common.errors import UnsupportedDecodeError
+
+
+def kernel_device_problems(device: torch.device | str) -> list[str]:
+    """Why kernels cannot run on a device; empty if they can."""
+    found = torch.device(device)
+    if found.type == "cpu":
+        if interpreting():
+            return []
+        return [
+            "tensors are on the CPU, where Triton kernels run in its interpreter alone; set "
+            "TRITON_INTERPRET=1 before triton is imported or use the reference backend"
+        ]
+    if found.type != "cuda":
+        return [f"device is {found}, expected a GPU, or the CPU under Triton's interpreter"]
+    if not torch.cuda.is_available():
+        return [f"device is {found}, but torch {torch.__version__} finds none; install a driver"]
+    count = torch.cuda.device_count()
+    if found.index is not None and found.index >= count:
+        return [f"device is {found}, but torch finds {count} GPUs; give cuda:0 to cuda:{count - 1}"]
+    return []
+
+
+def require_gpu(device: torch.device | str) -> None:
+    """Refuse a device other than the CPU that is not here.
+
+    Raises:
+        UnsupportedDecodeError: naming the device.
+    """
+    if torch.device(device).type != "cpu":
+        reasons = kernel_device_problems(device)
+        if reasons:
+            raise UnsupportedDecodeError("balanced MLA decode cannot be built", reasons)
