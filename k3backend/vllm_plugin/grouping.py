@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from k3backend.common import envs
@@ -40,6 +41,13 @@ def owned_groups(vllm_config: VllmConfig, kv_cache_spec: dict[str, VllmSpec]) ->
         PluginError: vLLM's specs cannot be translated.
     """
     policy = envs.GROUPING.get() or "k3"
+    pcp_size = getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1)
+    if pcp_size > 1 and policy != "vllm":
+        _say_once(
+            f"prefill context parallelism ({pcp_size} ranks) is unknown to policy {policy}; "
+            "vLLM's own planner groups the layers"
+        )
+        policy = "vllm"
     if policy == "vllm":
         plan = vllm_name("vllm.v1.core.kv_cache_planning", "get_kv_cache_groups")
         groups: list[VllmGroup] = plan(vllm_config, kv_cache_spec)
@@ -48,7 +56,9 @@ def owned_groups(vllm_config: VllmConfig, kv_cache_spec: dict[str, VllmSpec]) ->
     context = plan_context(vllm_config, specs)
     choice = choose_grouping(specs, context, policy, pipeline_stages(vllm_config, specs))
     _say(choice, policy)
-    return to_vllm_groups(choice.groups, originals=kv_cache_spec)
+    # vLLM's core marks draft groups itself, and only where a hit must leave their last block out.
+    unmarked = [replace(group, is_eagle_group=False) for group in choice.groups]
+    return to_vllm_groups(unmarked, originals=kv_cache_spec)
 
 
 def plan_context(vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> PlanContext:
@@ -131,6 +141,13 @@ def _mla_specs(specs: Iterable[KVCacheSpec]) -> list[AttentionSpec]:
 
 def _attention_specs(specs: Iterable[KVCacheSpec]) -> list[AttentionSpec]:
     return [spec for spec in specs if isinstance(spec, AttentionSpec)]
+
+
+def _say_once(text: str) -> None:
+    """Warn once: vLLM asks several times during a start."""
+    if text not in _said:
+        _said.add(text)
+        LOGGER.warning("k3backend: %s", text)
 
 
 def _say(choice: GroupingChoice, policy: str) -> None:

@@ -287,3 +287,21 @@ def test_vllms_inspection_sees_that_the_model_owns_its_grouping(tmp_path):
     # With the plugin off on the same disk, vLLM's own class is another entry and owns nothing.
     off = inspect(tmp_path, plugin=False)
     assert (off["name"], off["owns"]) == ("KimiK3ForConditionalGeneration", False)
+
+
+def test_draft_groups_are_left_for_vllms_core_to_mark():
+    document = json.loads((CASES / "k3-mla-draft.json").read_text())["specs"]
+    config, specs, _ = ask(document)
+    groups = grouping.owned_groups(config, specs)
+    assert not any(group.is_eagle_group for group in groups)
+
+
+def test_prefill_context_parallelism_takes_vllms_planner_and_says_so(caplog):
+    document = json.loads((CASES / "k3-gqa-full-tp8.json").read_text())["specs"]
+    config, specs, _ = ask(document)
+    config.parallel_config.prefill_context_parallel_size = 2
+    with caplog.at_level("WARNING"):
+        groups = grouping.owned_groups(config, specs)
+    own = planning.get_kv_cache_groups(config, specs)
+    assert [g.layer_names for g in groups] == [g.layer_names for g in own]
+    assert "prefill context parallelism (2 ranks)" in caplog.text
