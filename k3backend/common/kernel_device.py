@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from k3backend.common.decode_checks import interpreting
+from k3backend.common.decode_checks import device_problems
 from k3backend.common.errors import UnsupportedDecodeError
 
 
@@ -12,12 +12,7 @@ def kernel_device_problems(device: torch.device | str) -> list[str]:
     """Why kernels cannot run on a device; empty if they can."""
     found = torch.device(device)
     if found.type == "cpu":
-        if interpreting():
-            return []
-        return [
-            "tensors are on the CPU, where Triton kernels run in its interpreter alone; set "
-            "TRITON_INTERPRET=1 before triton is imported or use the reference backend"
-        ]
+        return device_problems(found)
     if found.type != "cuda":
         return [f"device is {found}, expected a GPU, or the CPU under Triton's interpreter"]
     if not torch.cuda.is_available():

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import k3backend
-from k3backend.common import kernel_device
+from k3backend.common import decode_checks
 from k3backend.common.balanced_mla import PLAN_TILE_TOKENS
 from k3backend.common.errors import InputError, UnsupportedDecodeError
 from k3backend.common.launch_config import LaunchConfig
@@ -50,7 +50,7 @@ def test_there_is_no_row_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [shape[0] * shape[1] > 64 for shape in shapes] == CASES["row-floor"]["upstream"]
     for heads, q_len in shapes:
         assert not any(vendor.supports(heads, q_len, "cpu") for vendor in VENDORS)
-        monkeypatch.setattr(kernel_device, "interpreting", lambda: True)
+        monkeypatch.setattr(decode_checks, "interpreting", lambda: True)
         assert all(vendor.supports(heads, q_len, "cpu") for vendor in VENDORS)
         monkeypatch.undo()
         assert nvidia_core.max_planned_requests(heads, q_len) == 1024
@@ -145,7 +145,7 @@ def test_limits_of_the_core_are_listed_together() -> None:
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_devices_that_are_not_here(vendor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(kernel_device, "interpreting", lambda: True)
+    monkeypatch.setattr(decode_checks, "interpreting", lambda: True)
     assert vendor.supports(12, 8, "cpu")
     assert not vendor.supports(129, 1, "cpu")
     for device in ("cuda", "meta"):
