@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from k3backend.common.errors import K3Error
@@ -172,6 +173,25 @@ def compile_subject(subject: Subject) -> Outcome:
         return Outcome(None, request.expected, f"{type(cause).__name__}: {reason[:300]}")
 
 
+def _compile_quietly(subject: Subject) -> Outcome:
+    """compile_subject in a process of its own: a failing pass prints the whole program on stderr,
+    of which the line that says why is kept."""
+    with tempfile.TemporaryFile() as said:
+        stderr = os.dup(2)
+        os.dup2(said.fileno(), 2)
+        try:
+            outcome = compile_subject(subject)
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+        if outcome.error is None:
+            return outcome
+        said.seek(0)
+        lines = said.read().decode(errors="replace").splitlines()
+    why = next((line for line in lines if "Assertion" in line or "error:" in line), None)
+    return outcome if why is None else replace(outcome, error=f"{outcome.error}; {why[:300]}")
+
+
 def read_facts(request: KernelRequest) -> KernelFacts:
     """Compile a request in this process and read its machine code."""
     with warnings.catch_warnings():
@@ -207,7 +227,7 @@ def _compiled(chosen: Sequence[Subject], jobs: int) -> Iterator[tuple[Subject, O
     # Fresh processes: a fork would copy the threads of whatever the caller has loaded.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(jobs, len(chosen)), mp_context=context) as pool:
-        running = {pool.submit(compile_subject, subject): subject for subject in chosen}
+        running = {pool.submit(_compile_quietly, subject): subject for subject in chosen}
         try:
             for future in as_completed(running):
                 yield running[future], future.result()
