@@ -21,7 +21,14 @@ from k3backend.report.kernel_documents import (
     with_section,
 )
 from k3backend.report.kernel_facts import KernelFacts, LoopFacts
-from k3backend.report.kernel_report import Outcome, choose, compile_rows, compile_subject, judge
+from k3backend.report.kernel_report import (
+    Outcome,
+    _compile_quietly,
+    choose,
+    compile_rows,
+    compile_subject,
+    judge,
+)
 from k3backend.report.kernel_requests import TARGETS, subjects
 from k3backend.report.nvidia_code import nvidia_facts
 from k3backend.report.roofline import ridge_rows, tile_times
@@ -373,3 +380,14 @@ def test_a_kernel_that_compiles_to_nothing_is_caught():
 def test_fp8_that_is_widened_is_caught():
     problems = _mutated("sm_90", row_groups=(16, 0))
     assert any("fp8 is widened" in problem for problem in problems), problems
+
+
+@pytest.mark.compiler
+def test_a_compile_that_fails_is_one_line_of_its_row(capfd):
+    subject = next(s for s in subjects("sm_90") if s.name == "decode TP8 8 tokens")
+    subject = replace(subject, launch=replace(subject.launch, tile_tokens=16))
+    row = judge(subject, _compile_quietly(subject), NO_BOUNDS)
+    assert len(row.problems) == 1
+    assert row.problems[0].startswith("does not compile: AssertionError: ")
+    assert "\n" not in row.problems[0]
+    assert capfd.readouterr().err == ""
