@@ -216,6 +216,11 @@ class BalancedDecode(ABC):
                 f"{length.tokens} query tokens per request, built for at most "
                 f"{self.config.max_q_len}; raise the number of speculative tokens in the config"
             )
+        if reasons and length.requests > self.config.max_requests:
+            reasons.append(
+                f"{length.requests} requests, built for at most {self.config.max_requests}; raise "
+                "max_requests or decode in parts"
+            )
         if part is None:
             reasons.append("metadata.decode is None: this step has no request that decodes")
         if reasons or part is None:

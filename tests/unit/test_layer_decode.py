@@ -350,6 +350,8 @@ def test_each_limit_of_a_step_has_its_message() -> None:
     refused("3 requests, built for at most 2", layer, wide)
     deep = build(Case(lens=(30, 40), heads=12, q_len=3))
     refused("3 query tokens per request, built for at most 2", layer, deep)
+    large = build(Case(lens=(30, 40, 9), heads=12, q_len=3))
+    assert "3 requests, built for at most 2" in refused("3 query tokens", layer, large)
     both = refused("3 requests", layer, wide, q=wide.q.float())
     assert "expected torch.float8_e4m3fn" in both
     with pytest.raises(UnsupportedDecodeError, match="DCP world is 2, built for 1"):
