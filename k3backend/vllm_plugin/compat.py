@@ -6,6 +6,7 @@ a test that shows the symptom on the installed vLLM, and so fails once the funct
 
 from __future__ import annotations
 
+import importlib
 import logging
 import re
 import threading
@@ -194,6 +195,9 @@ def log_decodes_when_worker_stops() -> None:
 def watch_collected_specs(seen: Callable[[Any, Any, Any], None]) -> None:
     """Call ``seen`` when a start has collected the specs of its workers.
 
+    vLLM 0.33 groups layers before it knows the available bytes, and ends there where it cannot. So
+    ``seen`` is called without bytes before the grouping, and again once they are known.
+
     Args:
         seen: takes vLLM's configuration, the specs per worker and the available bytes per worker.
 
@@ -202,6 +206,8 @@ def watch_collected_specs(seen: Callable[[Any, Any, Any], None]) -> None:
     """
     core = "vllm.v1.engine.core"
     original = vllm_name(core, "get_kv_cache_configs")
+    if getattr(original, "shows_specs", False):
+        return
 
     def get_kv_cache_configs(
         vllm_config: Any, kv_cache_specs: Any, available_memory: Any, *more: Any, **named: Any
@@ -209,4 +215,17 @@ def watch_collected_specs(seen: Callable[[Any, Any, Any], None]) -> None:
         seen(vllm_config, kv_cache_specs, available_memory)
         return original(vllm_config, kv_cache_specs, available_memory, *more, **named)
 
-    __import__(core, fromlist=["core"]).get_kv_cache_configs = get_kv_cache_configs
+    get_kv_cache_configs.shows_specs = True  # type: ignore[attr-defined]
+    module: Any = importlib.import_module(core)
+    module.get_kv_cache_configs = get_kv_cache_configs
+    group = getattr(module, "get_global_kv_cache_groups", None)  # since 0.33
+    if group is None:
+        return
+
+    def get_global_kv_cache_groups(
+        vllm_config: Any, kv_cache_specs: Any, *more: Any, **named: Any
+    ) -> Any:
+        seen(vllm_config, kv_cache_specs, [])
+        return group(vllm_config, kv_cache_specs, *more, **named)
+
+    module.get_global_kv_cache_groups = get_global_kv_cache_groups

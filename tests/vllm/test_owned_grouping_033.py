@@ -21,7 +21,7 @@ from k3backend.common.errors import PlanError
 from k3backend.common.group_policy import choose_grouping
 from k3backend.common.plan_context import KernelBlocks, PlanContext
 from k3backend.common.spec_file import load_spec_file, parse_spec_document
-from k3backend.vllm_plugin import grouping, kimi_k3_model, spec_dump
+from k3backend.vllm_plugin import compat, grouping, kimi_k3_model, spec_dump
 from k3backend.vllm_plugin.replay import ReplaySettings, scheduler_config
 from k3backend.vllm_plugin.translate import from_vllm_spec
 from tests.helpers.engine_runs import REPOSITORY, engine_environment
@@ -220,6 +220,27 @@ def test_spec_dump_is_a_spec_file_of_the_same_layers(tmp_path):
     assert [s.is_draft for s in read.specs.values()] == [s.is_draft for s in specs.values()]
     assert read.available_bytes == 4 << 30
     assert [read.stages[name] for name in specs] == [0] * 50 + [1] * (len(specs) - 50)
+
+
+def test_layers_that_cannot_be_grouped_are_dumped_before_vllm_refuses(monkeypatch, tmp_path):
+    import vllm.v1.engine.core as core
+
+    target = tmp_path / "specs.json"
+    monkeypatch.setenv("K3BACKEND_DUMP_SPECS", str(target))
+    document = json.loads((CASES / "k3-gqa-full-tp8.json").read_text())["specs"]
+    specs, _ = vllm_specs(document)
+
+    def refuse(vllm_config: Any, kv_cache_specs: Any) -> Any:
+        raise NotImplementedError("these layers do not group")
+
+    monkeypatch.setattr(core, "get_global_kv_cache_groups", refuse)
+    monkeypatch.setattr(core, "get_kv_cache_configs", core.get_kv_cache_configs)
+    compat.watch_collected_specs(spec_dump.dump_collected_specs)
+    with pytest.raises(NotImplementedError):
+        core.get_global_kv_cache_groups(hooked(document), [specs])
+    read = load_spec_file(target)
+    assert list(read.specs) == list(specs)
+    assert read.available_bytes is None
 
 
 def test_a_dump_that_fails_is_said_and_the_engine_goes_on(monkeypatch, tmp_path, caplog):

@@ -429,13 +429,16 @@ def test_two_vllms_are_named(monkeypatch, caplog, tmp_path):
     assert f"from {folders[0]}, and there is another vLLM in {folders[1]}" in caplog.text
 
 
-def test_the_dump_is_hooked_only_when_asked(monkeypatch, tmp_path):
+def test_specs_are_seen_before_the_grouping_and_with_the_bytes(monkeypatch):
     import vllm.v1.engine.core as core
 
     seen = []
+    monkeypatch.setattr(core, "get_global_kv_cache_groups", lambda *args: ("groups", *args))
     monkeypatch.setattr(core, "get_kv_cache_configs", lambda *args: ("configs", *args))
-    compat.watch_collected_specs(lambda *args: seen.append(args))
+    for _ in range(2):  # the second one finds the hooks in place
+        compat.watch_collected_specs(lambda *args: seen.append(args))
+    assert core.get_global_kv_cache_groups("config", "specs") == ("groups", "config", "specs")
     assert core.get_kv_cache_configs("config", "specs", "memory", "groups") == (
         "configs", "config", "specs", "memory", "groups",
     )  # fmt: skip
-    assert seen == [("config", "specs", "memory")]
+    assert seen == [("config", "specs", []), ("config", "specs", "memory")]
