@@ -9,6 +9,8 @@ that a captured graph plans and decodes any lengths.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from k3backend.common.decode_checks import (
@@ -25,7 +27,13 @@ from k3backend.common.kernel_device import kernel_device_problems, require_gpu
 from k3backend.common.launch_config import VALUE_DIM, DtypeName, LaunchConfig
 from k3backend.common.plan_layout import PlanPart, indptr_len, plan_layout
 from k3backend.common.split_packing import CANDIDATES
-from k3backend.common.split_plan import WORK_FIELDS, max_items, max_slots, plan_splits
+from k3backend.common.split_plan import (
+    WORK_FIELDS,
+    SplitCost,
+    max_items,
+    max_slots,
+    plan_splits,
+)
 
 PLAN_TILE_TOKENS = 64
 PLAN_SCRATCH = 2 * CANDIDATES + 1
@@ -51,7 +59,7 @@ class BalancedMla:
         heads, q_len, max_requests, causal, device, workers: as constructed.
         rows: heads * q_len.
         layout: its plans, and the sizes of its buffers.
-        row_groups, row_tiles, slot_rows, cost: of the first plan, which serves ``q_dtype``, or fp8
+        row_groups, row_tiles, slot_rows: of the first plan, which serves ``q_dtype``, or fp8
             where none was given. ``row_tiles`` is how often the KV of a request is read.
     """
 
@@ -102,7 +110,7 @@ class BalancedMla:
         )
         first = self.layout.parts[0]
         self.row_groups, self.row_tiles = first.row_groups, first.row_tiles
-        self.slot_rows, self.cost = first.slot_rows, first.cost
+        self.slot_rows = first.slot_rows
         # Allocated now, because neither may happen inside graph capture.
         self._plan_scratch = torch.zeros(PLAN_SCRATCH, dtype=torch.int32, device=self.device)
         self._counter = device_counter(self.platform, self.device)
@@ -110,6 +118,16 @@ class BalancedMla:
     def launch_config(self, q_dtype: DtypeName, kv_dtype: DtypeName) -> LaunchConfig:
         """The vendor's launch choice for a dtype pair."""
         raise NotImplementedError
+
+    @property
+    def cost(self) -> SplitCost:
+        """What a piece of the first plan is charged. Setting it sets it for every plan."""
+        return self.layout.parts[0].cost
+
+    @cost.setter
+    def cost(self, cost: SplitCost) -> None:
+        parts = tuple(replace(part, cost=cost) for part in self.layout.parts)
+        self.layout = replace(self.layout, parts=parts)
 
     @property
     def counts_len(self) -> int:
