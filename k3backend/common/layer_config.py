@@ -35,6 +35,7 @@ class DecodeConfig:
         dcp_size: ranks of decode context parallelism.
         q_dtype: of the queries, "fp8" or "bf16". fp8_dtype: the device's fp8 format.
         max_kv_tokens: most keys of one request on this rank; 0: not known.
+        max_interleave: the largest interleave for which that holds; 0: every one.
         workspace: where plan buffers and scratch are claimed; an own one if not given.
         forward_context: identifies the forward that is running, in which lengths stay as they are;
             None: its metadata object does, and a plan over inference tensors is not reused.
@@ -49,6 +50,7 @@ class DecodeConfig:
     q_dtype: DtypeName = "fp8"
     fp8_dtype: torch.dtype = torch.float8_e4m3fn
     max_kv_tokens: int = 0
+    max_interleave: int = 0
     workspace: Workspace = field(default=None)  # type: ignore[assignment]
     forward_context: Callable[[], object] = _no_forward
     interleave: Callable[[], int] = _interleave_of_one

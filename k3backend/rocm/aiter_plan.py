@@ -232,7 +232,7 @@ class AiterPlan:
         if requests == 0:
             return
         kv_indptr = self.kv_indptr[: requests + 1]
-        # A longer length would write outside the index list.
+        # A longer length would write outside the index list. The layer refuses steps that have one.
         lens = seq_lens.clamp(0, shape.max_kv_tokens)
         torch.cumsum(lens.clamp(min=1), 0, dtype=torch.int32, out=kv_indptr[1:])
         expand_block_table(

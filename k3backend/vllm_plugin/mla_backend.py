@@ -278,8 +278,8 @@ def decode_config(
     """
     parallel = vllm_config.parallel_config
     dcp = max(dcp_world_size, 1)
-    run = dcp * parallel.cp_kv_cache_interleave_size
     longest = vllm_config.model_config.max_model_len
+    run = _longest_run(vllm_config)
     device = vllm_config.device_config.device
     return DecodeConfig(
         max_requests=vllm_config.scheduler_config.max_num_seqs,
@@ -287,11 +287,27 @@ def decode_config(
         device=device,
         dcp_size=dcp,
         q_dtype="fp8" if is_quantized_kv_cache(kv_cache_dtype) else "bf16",
-        max_kv_tokens=-(-longest // run) * parallel.cp_kv_cache_interleave_size,
+        # A rank holds at most its share and one run of keys.
+        max_kv_tokens=min(longest, -(-longest // dcp) + run),
+        max_interleave=run if dcp > 1 else 0,
         workspace=compat.workspace_manager(),
         forward_context=_forward_context,
         # A disaggregated setup changes it after the model is built.
         interleave=lambda: int(parallel.cp_kv_cache_interleave_size),
+    )
+
+
+def _longest_run(vllm_config: VllmConfig) -> int:
+    """The largest DCP interleave that a start may still choose, in tokens.
+
+    A disaggregated start raises it after the layers are built, to ``dcp_kv_cache_interleave_size``
+    or to the smallest block of a group.
+    """
+    parallel = vllm_config.parallel_config
+    return max(
+        parallel.cp_kv_cache_interleave_size,
+        parallel.dcp_kv_cache_interleave_size,
+        vllm_config.cache_config.block_size or 1,
     )
 
 

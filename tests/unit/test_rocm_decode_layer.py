@@ -207,6 +207,24 @@ def test_without_a_longest_length_aiter_is_not_used(monkeypatch: pytest.MonkeyPa
     assert "max_kv_tokens" in route.reason
 
 
+def test_an_interleave_beyond_the_index_list_is_not_aiters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AITER would drop the keys that have no room; the folded kernel needs no list."""
+    double = AiterContractDouble()
+    double.install(monkeypatch)
+    case = Case(lens=(300, 280), heads=96, causal=False, cp=(8, 1, 64))
+    layer = KvBalancedDecode(
+        12, config=config(case, max_kv_tokens=39, max_interleave=1)
+    )  # ceil(300 / 8) + 1
+    inputs = build(case)
+    check(inputs, *run(layer, inputs))
+    (route,) = layer.routes.values()
+    assert "sized for at most 1; start with --cp-kv-cache-interleave-size 64" in route.reason
+    assert double.decodes == 0
+    fitting = KvBalancedDecode(12, config=config(case, max_kv_tokens=102, max_interleave=64))
+    check_close(inputs, *run(fitting, inputs))
+    assert double.decodes == 1
+
+
 def test_each_route_is_logged_once_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     layer = KvBalancedDecode(12, config=config(TARGET))
     inputs = build(TARGET)

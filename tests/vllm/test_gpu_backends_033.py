@@ -31,6 +31,7 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
     MultipleOf,
 )
+from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.worker import workspace
 
@@ -416,6 +417,26 @@ def test_dcp_fields_are_read_on_every_call(model_folder, backend, manager, calls
         assert not bool(seen.all()) or interleave == 1
         assert torch.allclose(lse[seen].double(), lse2[seen], atol=1e-4)
         assert torch.allclose(out.double(), expected, rtol=2.0**-8, atol=2.0**-8)
+
+
+def test_an_interleave_raised_after_the_build_has_room(model_folder, backend, manager, monkeypatch):
+    """A disaggregated start raises it up to the block size; lengths end anywhere in a run."""
+    monkeypatch.setattr(
+        parallel_state, "_DCP", SimpleNamespace(world_size=8, rank_in_group=3), raising=False
+    )
+    host = Host(model_folder)
+    host.config.parallel_config.decode_context_parallel_size = 8
+    host.config.model_config.max_model_len = 600  # one round of 8 x 64 keys, and one run more
+    config = host.impl(backend).balanced.config
+    assert config.max_interleave == 64
+    lengths = torch.arange(601, dtype=torch.int32)
+    most = {
+        run: int(get_dcp_local_seq_lens(lengths, 8, None, run).max())
+        for run in (1, 2, 4, 8, 16, 32, 64)
+    }
+    assert most[1] == 75
+    assert most[64] == 128
+    assert max(most.values()) <= config.max_kv_tokens < 600
 
 
 def test_a_non_causal_draft_block(model_folder, backend, manager, calls):

@@ -139,7 +139,7 @@ class KvBalancedDecode(BalancedDecode):
 
     def _choose(self, step: DecodeStep) -> Route:
         cache = step.kv_cache
-        refusal = self._index_refusal(cache)
+        refusal = self._index_refusal(cache, step.cp)
         if refusal is not None and self._aiter is not None:
             return Route(FOLDED, self.heads, refusal)
         return choose_route(
@@ -156,8 +156,14 @@ class KvBalancedDecode(BalancedDecode):
             kv_cache_bytes=max(cache.shape[0] * cache.stride(0) * cache.element_size(), 1),
         )
 
-    def _index_refusal(self, cache: torch.Tensor) -> str | None:
+    def _index_refusal(self, cache: torch.Tensor, cp: tuple[int, int, int]) -> str | None:
         """Why token ids cannot address this cache or be listed, or None where they can."""
+        most = self.config.max_interleave
+        if cp[0] > 1 and 0 < most < cp[2]:
+            return (
+                f"the interleave is {cp[2]} and AITER's index list was sized for at most {most}; "
+                f"start with --cp-kv-cache-interleave-size {cp[2]}"
+            )
         if not self.config.max_kv_tokens:
             return "the config does not say max_kv_tokens, so AITER's index list has no size"
         if self.config.max_requests * self.config.max_kv_tokens > MAX_INT32:
