@@ -62,15 +62,21 @@ def let_cpu_platform_take_named_backends(names: Sequence[str]) -> None:
     """
     platform: Any = type(vllm_name("vllm.platforms", "current_platform"))
     original = platform.get_attn_backend_cls
+    if getattr(original, "takes_named_backends", False):
+        return
 
     def get_attn_backend_cls(
         cls: Any, selected_backend: Any, *args: Any, **kwargs: Any
     ) -> str | None:
-        if selected_backend is not None and selected_backend.name in names:
-            return str(selected_backend.get_path())
-        path: str | None = original(selected_backend, *args, **kwargs)
-        return path
+        config = kwargs.get("attn_selector_config", args[0] if args else None)
+        named = selected_backend is not None and selected_backend.name in names
+        if not named or not getattr(config, "use_mla", False):
+            own: str | None = original(selected_backend, *args, **kwargs)
+            return own
+        original(None, *args, **kwargs)  # raises what the CPU cannot do
+        return str(selected_backend.get_path())
 
+    get_attn_backend_cls.takes_named_backends = True  # type: ignore[attr-defined]
     platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
 
 
@@ -94,9 +100,13 @@ def give_draft_the_targets_backend(names: Sequence[str]) -> None:
     """
     hooks = vllm_name("vllm.model_executor.models.config", "MODELS_CONFIG_MAP")
     original: Any = hooks.get(K3_ARCHITECTURE)
+    if getattr(original, "gives_draft_the_backend", False):
+        return
 
     class K3Config:
         """vLLM's own adjustments for Kimi-K3, then the draft's backend."""
+
+        gives_draft_the_backend = True
 
         @staticmethod
         def verify_and_update_config(vllm_config: Any) -> None:
@@ -115,22 +125,38 @@ def give_draft_the_targets_backend(names: Sequence[str]) -> None:
 
 def _set_mla_backend(vllm_config: Any, names: Sequence[str]) -> None:
     attention, draft = vllm_config.attention_config, vllm_config.speculative_config
-    backend = attention.backend
-    if draft is None or backend is None or backend.name not in names:
+    if draft is None:
         return
-    if draft.attention_backend is not None:
-        if draft.attention_backend != backend:
+    per_kind = attention.backend_per_kind.get("mla_attention")
+    own, backend = draft.attention_backend, attention.backend
+    if own is not None and per_kind is not None:
+        # vLLM lets a backend by kind win, in the draft as in the target.
+        if own != per_kind and _has_mla(draft):
             LOGGER.warning(
-                "k3backend: the draft's attention backend is %s and the target's %s; their layers "
-                "may not share KV cache groups (k3backend explain shows it)",
-                draft.attention_backend.name,
-                backend.name,
+                "k3backend: backend_per_kind gives the draft's MLA layers %s; attention_backend %s "
+                "of --speculative-config does not reach them",
+                per_kind.name,
+                own.name,
             )
         return
-    # By kind and not as the draft's backend: layers that are not MLA keep vLLM's choice.
-    if "mla_attention" not in attention.backend_per_kind:
+    if backend is None or backend.name not in names or per_kind is not None:
+        return
+    if own is None:
+        # By kind and not as the draft's backend: layers that are not MLA keep vLLM's choice.
         attention.backend_per_kind["mla_attention"] = backend
         LOGGER.info("k3backend: MLA layers of the draft use %s, as the target's", backend.name)
+    elif own != backend and _has_mla(draft):
+        LOGGER.warning(
+            "k3backend: the draft's attention backend is %s and the target's %s; their layers "
+            "may not share KV cache groups (k3backend explain shows it)",
+            own.name,
+            backend.name,
+        )
+
+
+def _has_mla(draft: Any) -> bool:
+    """Whether a speculative configuration's draft has MLA layers; True where it does not say."""
+    return bool(getattr(getattr(draft, "draft_model_config", None), "use_mla", True))
 
 
 def workspace_manager() -> Any:

@@ -142,17 +142,21 @@ def vllm_vendor() -> VendorName | None:
 
 
 def _add_backend(name: str, path: str) -> bool:
-    """Register a backend under a new name. False where vLLM already has the name."""
+    """Register a backend under a new name. False where vLLM already has the name.
+
+    A registration that failed half-way may have added it: then it is this package's, and stays.
+    """
     registry = "vllm.v1.attention.backends.registry"
     members = vllm_name(registry, "AttentionBackendEnum").__members__
-    if name in members:
+    if name in members and members[name].value != path:
         LOGGER.info(
             "k3backend: vLLM already has an attention backend %s (%s); it is left alone",
             name,
             members[name].value,
         )
         return False
-    vllm_name(registry, "register_backend")(name, path)
+    if name not in members:
+        vllm_name(registry, "register_backend")(name, path)
     compat.make_backend_member_picklable(members[name])
     return True
 

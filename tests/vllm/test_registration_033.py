@@ -144,6 +144,26 @@ def test_a_name_that_vllm_has_is_left_alone(on, caplog):
     assert "KIMI_K3_KV_BALANCED_MLA (vllm.its.own.Backend); it is left alone" in caplog.text
 
 
+def test_a_registration_that_failed_half_way_can_be_repeated(monkeypatch, caplog):
+    failing = iter([True, False])
+    own_grouping = registration._own_grouping
+
+    def fail_once() -> str:
+        if next(failing):
+            raise PluginError("not this time")
+        return own_grouping()
+
+    monkeypatch.setattr(registration, "_own_grouping", fail_once)
+    with pytest.raises(PluginError):
+        register()
+    hooks = (MODELS_CONFIG_MAP[ARCHITECTURE], CpuPlatform.get_attn_backend_cls)
+    with caplog.at_level(logging.INFO, logger="k3backend"):
+        found = registration.register_all()
+    assert found.backends == ("KIMI_K3_MLA",)
+    assert "left alone" not in caplog.text
+    assert hooks == (MODELS_CONFIG_MAP[ARCHITECTURE], CpuPlatform.get_attn_backend_cls)
+
+
 def test_cpu_slots_are_served_only_when_asked(monkeypatch):
     assert registration.register_all().slots == ()
     assert "k3backend" not in AttentionBackendEnum.CPU_MLA.get_path()
@@ -228,6 +248,30 @@ def test_the_named_backend_is_taken_on_the_cpu():
     assert own.endswith("CPUMLABackend"), "vLLM's own is still there for who names it"
 
 
+@pytest.mark.parametrize(
+    ("changed", "error", "text"),
+    [
+        ({"kv_cache_dtype": "fp8"}, ValueError, "--kv-cache-dtype fp8"),
+        ({"use_sparse": True}, NotImplementedError, "Sparse"),
+    ],
+)
+def test_what_the_cpu_cannot_do_is_refused_by_vllm_for_the_named_backend_too(changed, error, text):
+    register()
+    member = AttentionBackendEnum["KIMI_K3_MLA"]
+    config = cpu_selection()._replace(**changed)
+    with pytest.raises(error, match=text):
+        CpuPlatform.get_attn_backend_cls(member, attn_selector_config=config, num_heads=12)
+
+
+def test_layers_that_are_not_mla_keep_vllms_backend_on_the_cpu():
+    register()
+    member = AttentionBackendEnum["KIMI_K3_MLA"]
+    path = CpuPlatform.get_attn_backend_cls(
+        member, attn_selector_config=cpu_selection()._replace(use_mla=False, head_size=128)
+    )
+    assert path == AttentionBackendEnum.CPU_ATTN.get_path()
+
+
 def k3_config(backend: Any, draft: Any = "none", **per_kind: str) -> Any:
     speculative = None if draft == "none" else SimpleNamespace(attention_backend=draft)
     return SimpleNamespace(
@@ -261,6 +305,26 @@ def test_a_draft_with_a_backend_of_its_own_keeps_it_and_that_is_said(caplog):
     assert "may not share KV cache groups" in caplog.text
     caplog.clear()
     adjust(k3_config("KIMI_K3_MLA", AttentionBackendEnum["KIMI_K3_MLA"]))
+    assert not caplog.text
+
+
+def test_a_backend_by_kind_that_beats_the_drafts_own_is_said(caplog):
+    register()
+    own = AttentionBackendEnum.TOKENSPEED_MLA
+    by_kind = {"mla_attention": AttentionBackendEnum.TRITON_MLA}
+    config = k3_config("KIMI_K3_MLA", own, mla_attention="TRITON_MLA")
+    caplog.clear()
+    assert adjust(config) == by_kind
+    (line,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert line == (
+        "k3backend: backend_per_kind gives the draft's MLA layers TRITON_MLA; attention_backend "
+        "TOKENSPEED_MLA of --speculative-config does not reach them"
+    )
+    caplog.clear()
+    config.speculative_config.draft_model_config = SimpleNamespace(use_mla=False)
+    assert adjust(config) == by_kind, "a draft without MLA layers keeps its backend"
+    adjust(k3_config("KIMI_K3_MLA", by_kind["mla_attention"], mla_attention="TRITON_MLA"))
+    adjust(k3_config("KIMI_K3_MLA", None, mla_attention="TRITON_MLA"))
     assert not caplog.text
 
 
