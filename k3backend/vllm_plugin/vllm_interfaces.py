@@ -138,14 +138,17 @@ def _difference(interface: Interface) -> list[str]:
         value: Any = importlib.import_module(interface.module)
         for part in interface.name.split("."):
             value = getattr(value, part)
-    except (ImportError, AttributeError) as error:
-        return [f"{where} is missing ({error})"]
+    except Exception as error:  # a module of an unknown version may end its import in any way
+        return [f"{where} is missing ({_short(error)})"]
     if not interface.parts:
         return []
     if is_dataclass(value):
         known = {f.name for f in fields(value)}
     else:
-        parameters = inspect.signature(value).parameters.values()
+        try:
+            parameters = inspect.signature(value).parameters.values()
+        except (TypeError, ValueError) as error:
+            return [f"{where} has no parameters to compare ({_short(error)})"]
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             return []
         known = {parameter.name for parameter in parameters}
@@ -153,20 +156,30 @@ def _difference(interface: Interface) -> list[str]:
     return [f"{where} has no {', '.join(missing)}"] if missing else []
 
 
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:200]
+
+
 def _spec_differences() -> list[str]:
     """Cache formats and fields of them that this package does not know."""
-    from vllm.v1 import kv_cache_interface
-
     from k3backend.common import kv_spec
 
+    try:
+        kv_cache_interface: Any = importlib.import_module("vllm.v1.kv_cache_interface")
+        base: type[Any] = kv_cache_interface.KVCacheSpec
+    except Exception as error:
+        return [f"vllm.v1.kv_cache_interface.KVCacheSpec is missing ({_short(error)})"]
     found = []
     for name, cls in vars(kv_cache_interface).items():
         own = isinstance(cls, type) and cls.__module__ == kv_cache_interface.__name__
-        if not own or not issubclass(cls, kv_cache_interface.KVCacheSpec):
+        if not own or not issubclass(cls, base):
             continue
         ours: Any = getattr(kv_spec, name, None)
         if ours is None:
             found.append(f"cache format {name} is not known here")
+            continue
+        if not is_dataclass(cls):
+            found.append(f"cache format {name} is no dataclass")
             continue
         known = {f.name for f in fields(ours)}
         added = [f.name for f in fields(cls) if f.init and f.name not in known]

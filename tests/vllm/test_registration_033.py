@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import importlib
 import importlib.metadata
 import json
 import logging
@@ -19,6 +20,7 @@ import torch
 import vllm.plugins
 import vllm.version
 from vllm.config import AttentionConfig
+from vllm.model_executor.layers.attention import mla_attention
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms.cpu import CpuPlatform
@@ -466,6 +468,31 @@ def test_another_version_says_what_is_missing_and_what_is_new(monkeypatch, caplo
     vllm_interfaces.check_version()
     assert "vllm.forward_context.is_forward_context_available is missing" in caplog.text
     assert "cache format RingSpec is not known here" in caplog.text
+
+
+def test_interfaces_of_another_kind_are_differences_and_no_traceback(monkeypatch, caplog):
+    """A property where a function was, a module whose import ends otherwise, one that is gone."""
+    from vllm.v1.worker.workspace import WorkspaceManager
+
+    original = importlib.import_module
+
+    def import_module(name: str, *args: Any) -> Any:
+        if name == "vllm.v1.worker.ubatching":
+            raise RuntimeError("needs a GPU")
+        if name == "vllm.v1.kv_cache_interface":
+            raise ModuleNotFoundError(f"No module named {name!r}")
+        return original(name, *args)
+
+    monkeypatch.setattr(vllm_interfaces.importlib, "import_module", import_module)
+    function = mla_attention.MLACommonImpl.forward_mqa
+    monkeypatch.setattr(mla_attention.MLACommonImpl, "forward_mqa", property(function))
+    monkeypatch.setattr(WorkspaceManager, "get_simultaneous", property(len))
+    monkeypatch.setattr(vllm.version, "__version__", "0.34.0")
+    vllm_interfaces.check_version()
+    assert "MLACommonImpl.forward_mqa has no parameters to compare (TypeError" in caplog.text
+    assert "_THREAD_ID_TO_CONTEXT is missing (RuntimeError: needs a GPU)" in caplog.text
+    assert "kv_cache_interface.KVCacheSpec is missing (ModuleNotFoundError" in caplog.text
+    assert "get_simultaneous" not in caplog.text, "only its presence is used"
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.33.0", "0.33.1+cu130"])
