@@ -32,15 +32,24 @@ from k3backend.common.layer_decode import BalancedDecode
 from k3backend.vllm_plugin import compat
 from k3backend.vllm_plugin.decode_batch import announce_decode, one_query
 
+OTHER = "choose another --attention-backend"
 REMEDIES = {
-    "head_size not supported": f"the latent and rotary widths must sum to {HEAD_DIM}",
+    "head_size not supported": f"the latent and rotary widths must sum to {HEAD_DIM}: {OTHER}",
     "dtype not supported": "set --dtype bfloat16",
     "kv_cache_dtype not supported": "set --kv-cache-dtype auto, bfloat16, fp8 or fp8_e4m3",
-    "attention sinks not supported": "this decode has no sinks",
-    "sparse not supported": "this decode reads every key",
+    "partial multimodal token full attention not supported": OTHER,
+    "non-MLA not supported": f"this decode is for MLA layers alone: {OTHER}",
+    "attention sinks not supported": f"this decode has no sinks: {OTHER}",
+    "sparse not supported": f"this decode reads every key: {OTHER}",
+    "per-head quant scales not supported": OTHER,
+    "compute capability not supported": "choose --attention-backend TRITON_MLA",
+    "sliding window not supported": f"this decode has no window: {OTHER}",
+    "R-SWA not supported": f"this decode has no window: {OTHER}",
     "batch invariance not supported": "unset VLLM_BATCH_INVARIANT: splits follow the batch",
     "PCP not supported": "set --prefill-context-parallel-size 1",
-    "sliding window not supported": "this decode has no window",
+    "device-cpu query lens mismatch not supported, this is needed for adaptive verification": (
+        'set "enable_adaptive_verification": false in --speculative-config'
+    ),
 }
 """What to do about the reasons that vLLM gives without saying it."""
 

@@ -278,12 +278,32 @@ def test_kimi_k3_and_its_draft_are_accepted(model_folder, backend, monkeypatch):
         ({"use_batch_invariant": True}, "VLLM_BATCH_INVARIANT"),
         ({"use_pcp": True}, "PCP"),
         ({"head_size": 320}, "576"),
-        ({"has_sink": True}, "sinks"),
+        ({"has_sink": True}, "sinks: choose another --attention-backend"),
+        ({"use_mla": False}, "alone: choose another --attention-backend"),
+        ({"use_sparse": True}, "every key: choose another --attention-backend"),
+        ({"has_sliding_window": True}, "window: choose another --attention-backend"),
+        ({"use_rswa": True}, "window: choose another --attention-backend"),
+        ({"use_mm_prefix": True}, "choose another --attention-backend"),
+        ({"use_per_head_quant_scales": True}, "choose another --attention-backend"),
+        (
+            {"use_adaptive_verification": True},
+            '"enable_adaptive_verification": false in --speculative-config',
+        ),
     ],
 )
 def test_a_refusal_names_the_option_to_change(model_folder, backend, monkeypatch, changed, remedy):
     (reason, *_) = validate(Host(model_folder), backend, monkeypatch, **changed)
     assert remedy in reason
+
+
+def test_an_nvidia_gpu_without_the_instructions_is_refused_with_an_option(
+    model_folder, monkeypatch
+):
+    found = validate(
+        Host(model_folder), nvidia_backend.K3NvidiaMLABackend, monkeypatch,
+        device_capability=DeviceCapability(8, 0),
+    )  # fmt: skip
+    assert found == ["compute capability not supported (choose --attention-backend TRITON_MLA)"]
 
 
 def test_limits_of_sizes_name_the_option_to_change(model_folder, backend, monkeypatch):
