@@ -89,7 +89,7 @@ CPU = EnvVar(
 )
 GROUPING = EnvVar(
     "K3BACKEND_GROUPING",
-    "grouping policy inside vLLM; set, it also replaces a model's own grouping",
+    "grouping policy inside vLLM; k3 or isolate also replaces a model's own grouping",
     choices=("k3", "vllm", "isolate"),
 )
 GROUP_COST = EnvVar(

@@ -179,7 +179,9 @@ def _own_grouping() -> str:
         return "vLLM's own (it has no Kimi-K3)"
     models.register_model(compat.K3_ARCHITECTURE, f"{MODEL_MODULE}:{compat.model_class_name()}")
     policy = envs.GROUPING.get()
-    return f"policy {policy}" if policy else "policy k3, unless the model owns them"
+    if policy in {"k3", "isolate"}:
+        return f"policy {policy}"
+    return f"policy {policy or 'k3'}, unless the model owns them"
 
 
 def _dump_specs() -> None:

@@ -211,6 +211,20 @@ def test_the_line_says_what_was_registered_and_where(caplog, monkeypatch):
     assert "Kimi-K3's KV cache groups: policy k3" in line
 
 
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("", "policy k3, unless the model owns them"),
+        ("vllm", "policy vllm, unless the model owns them"),
+        ("k3", "policy k3"),
+        ("isolate", "policy isolate"),
+    ],
+)
+def test_the_line_says_which_policies_replace_a_models_own(monkeypatch, asked, said):
+    monkeypatch.setenv("K3BACKEND_GROUPING", asked)
+    assert registration.register_all().grouping == said
+
+
 def test_a_process_that_registers_before_vllm_logs_says_it_later(caplog):
     """Where a spawned process unpickles its configuration first."""
     with caplog.at_level(logging.WARNING, logger="k3backend"):
