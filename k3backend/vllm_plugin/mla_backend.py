@@ -7,7 +7,7 @@ one vendor object (``KvBalancedDecode``) that claims its memory while the layer 
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -60,9 +60,11 @@ class K3MLADecodeMetadata(MLACommonDecodeMetadata):
 
     Attributes:
         query_start_loc_cpu: [requests + 1] int32, on the host.
+        interleave: keys that a DCP rank holds in a row.
     """
 
     query_start_loc_cpu: torch.Tensor | None = None
+    interleave: int = 1
 
 
 @dataclass
@@ -105,6 +107,7 @@ class K3MLAMetadataBuilder(MLACommonMetadataBuilder[K3MLAMetadata]):
             seq_lens=parts["seq_lens_device"],
             dcp_tot_seq_lens=parts["dcp_tot_seq_lens_device"],
             query_start_loc_cpu=parts["query_start_loc_cpu"],
+            interleave=int(self.vllm_config.parallel_config.cp_kv_cache_interleave_size),
         )
 
 
@@ -242,7 +245,9 @@ class K3MLAImpl(MLACommonImpl[K3MLAMetadata]):
             raise UnsupportedDecodeError(
                 "KIMI_K3_MLA", [*reasons, "choose another --attention-backend for this model"]
             )
-        self.balanced = self._claim_decode(get_current_vllm_config())
+        vllm_config = get_current_vllm_config()
+        self._interleave = int(vllm_config.parallel_config.cp_kv_cache_interleave_size)
+        self.balanced = self._claim_decode(vllm_config)
         announce_decode(self.platform)
 
     @abstractmethod
@@ -269,10 +274,17 @@ class K3MLAImpl(MLACommonImpl[K3MLAMetadata]):
             UnsupportedDecodeError: every reason why the batch cannot be decoded.
             WorkspaceError: the shape appears first inside graph capture.
         """
+        if attn_metadata.decode is not None:
+            self._interleave = attn_metadata.decode.interleave
         return self.balanced.decode(self, one_query(q), kv_c_and_k_pe_cache, attn_metadata, layer)
 
     def _claim_decode(self, vllm_config: VllmConfig) -> BalancedDecode:
-        config = decode_config(vllm_config, self.dcp_world_size, self.kv_cache_dtype)
+        config = replace(
+            decode_config(vllm_config, self.dcp_world_size, self.kv_cache_dtype),
+            # A disaggregated start changes it after the model is built. A draft's layers are built
+            # with a copy of the parallel configuration, so the step's metadata says it.
+            interleave=lambda: self._interleave,
+        )
         claimed = [self.make_decode(config) for _ in compat.each_micro_batch(config.workspace)]
         return claimed[0]
 
@@ -285,7 +297,6 @@ def decode_config(
     Raises:
         WorkspaceError: vLLM has no workspace manager yet.
     """
-    parallel = vllm_config.parallel_config
     dcp = max(dcp_world_size, 1)
     longest = vllm_config.model_config.max_model_len
     run = _longest_run(vllm_config)
@@ -301,8 +312,6 @@ def decode_config(
         max_interleave=run if dcp > 1 else 0,
         workspace=compat.workspace_manager(),
         forward_context=_forward_context,
-        # A disaggregated setup changes it after the model is built.
-        interleave=lambda: int(parallel.cp_kv_cache_interleave_size),
     )
 
 

@@ -296,9 +296,7 @@ def test_a_refusal_names_the_option_to_change(model_folder, backend, monkeypatch
     assert remedy in reason
 
 
-def test_an_nvidia_gpu_without_the_instructions_is_refused_with_an_option(
-    model_folder, monkeypatch
-):
+def test_an_older_nvidia_gpu_is_refused_with_an_option(model_folder, monkeypatch):
     found = validate(
         Host(model_folder), nvidia_backend.K3NvidiaMLABackend, monkeypatch,
         device_capability=DeviceCapability(8, 0),
@@ -457,6 +455,26 @@ def test_an_interleave_raised_after_the_build_has_room(model_folder, backend, ma
     assert most[1] == 75
     assert most[64] == 128
     assert max(most.values()) <= config.max_kv_tokens < 600
+
+
+def test_a_drafts_layers_follow_the_targets_interleave(
+    model_folder, backend, manager, calls, monkeypatch
+):
+    """vLLM builds them with a copy of the parallel configuration, and raises the target's later."""
+    monkeypatch.setattr(
+        parallel_state, "_DCP", SimpleNamespace(world_size=8, rank_in_group=3), raising=False
+    )
+    host, draft = Host(model_folder, q_len=4), Host(model_folder, q_len=4)
+    for each in (host, draft):
+        each.config.parallel_config.decode_context_parallel_size = 8
+    impl = draft.impl(backend)
+    monkeypatch.setattr(parallel_state, "_DCP", None)
+    host.config.parallel_config.cp_kv_cache_interleave_size = 16
+    inputs = build(Case(lens=(300, 9), heads=96, q_len=4, cp=(8, 3, 16)))
+    out, _ = decode(host, impl, backend, inputs)
+    (call,) = [call for call in calls if "q" in call]
+    assert call["cp"] == (8, 3, 16)
+    assert close(out, inputs)
 
 
 def test_a_non_causal_draft_block(model_folder, backend, manager, calls):
