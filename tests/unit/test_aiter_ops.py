@@ -27,7 +27,6 @@ from k3backend.rocm.mla_decode import Route, choose_route
 from k3backend.rocm.token_view import block_stride_tokens, token_view
 from tests.helpers.aiter_contract_double import (
     FP8,
-    SIGNATURES,
     AiterContractDouble,
     ContractError,
     ProcessAbort,
@@ -484,33 +483,3 @@ def test_the_double_notices_a_stale_plan(double: AiterContractDouble) -> None:
     plan.kv_indptr[1] += 1
     with pytest.raises(ContractError, match="other lengths"):
         plan.decode(case.q, case.cache, scale=SCALE)
-
-
-def test_a_missing_parameter_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = AiterContractDouble()
-    made.names = {name: list(names) for name, names in made.names.items()}
-    made.names["mla_decode_fwd"].remove("work_info_set")
-    made.install(monkeypatch)
-    with pytest.raises(PlatformError, match=r"mla_decode_fwd\(work_info_set\)"):
-        aiter_ops.load_aiter()
-
-
-@pytest.mark.parametrize("name", aiter_ops.OTHER_KERNELS)
-def test_switches_to_other_kernels_are_refused(
-    monkeypatch: pytest.MonkeyPatch, double: AiterContractDouble, name: str
-) -> None:
-    monkeypatch.setenv(name, "1")
-    with pytest.raises(PlatformError, match=name):
-        aiter_ops.load_aiter()
-    monkeypatch.setenv(name, "0")
-    assert aiter_ops.load_aiter().version == "0.1.20"
-
-
-def test_without_aiter_loading_says_so() -> None:
-    assert aiter_ops.installed_version() == "absent"
-    with pytest.raises(PlatformError, match="not installed"):
-        aiter_ops.load_aiter()
-
-
-def test_recorded_signatures_are_callable() -> None:
-    assert set(SIGNATURES) == {OLD, "0.1.20"}
