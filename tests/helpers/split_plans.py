@@ -70,15 +70,40 @@ def lower_bound(tiles: list[int], workers: int, piece: float = 1.25) -> float:
     return max((total + piece * len(tiles)) / workers, -(-total // workers) + piece)
 
 
+def most_tiles(
+    makespan: float, whole: int, split: int, workers: int, piece: float, split_piece: float
+) -> float:
+    """Upper bound on the tiles that workers hold with so many whole and split pieces, in tiles.
+
+    A worker with n whole and s split pieces holds at most floor(makespan - n * piece -
+    s * split_piece) tiles. For any price a of a whole piece and any b >= 0 of a split one, all
+    workers together hold at most workers * max over (n, s) of (that floor + a n + b s), less
+    a * whole + b * split: whole pieces are exactly ``whole``, split ones at least ``split``. The
+    smallest of these bounds over a grid of prices is returned (Lagrangian duality: every price
+    gives a bound, so the grid costs tightness alone). Prices stay at or below the costs, which are
+    multiples of a quarter: four pieces fewer then lose the same part of a tile to the floor and
+    are never worse, so that n and s up to 4 hold the maximum.
+    """
+    n, s = (axis.reshape(-1, 1, 1) for axis in np.indices((5, 5)))
+    room = makespan - n * piece - s * split_piece
+    held = np.where((n + s > 0) & (room >= 0), np.floor(room), 0.0)
+    allowed = np.where((room >= 0) | (n + s == 0), 0.0, -np.inf)
+    whole_price = np.arange(-4.0, piece + 0.125, 0.125)[None, :, None]
+    split_price = np.arange(0.0, split_piece + 0.125, 0.125)[None, None, :]
+    best = (held + allowed + whole_price * n + split_price * s).max(axis=0)
+    bounds = workers * best - whole_price[0] * whole - split_price[0] * split
+    return float(bounds.min())
+
+
 def forced_split_bound(
     tiles: list[int], workers: int, piece: float = 1.25, split: float = 1.25
 ) -> float:
     """A lower bound that counts the splits no plan can avoid, in tiles.
 
     At makespan T an item of t tiles is whole if t + piece <= T. Otherwise it needs at least
-    t / floor(T - piece - split) pieces, and each pays piece + split. A worker holds at most
-    floor(T - piece) tiles if one of its pieces is whole, floor(T - piece - split) if none is. T is
-    the smallest multiple of a quarter at which costs and tiles both fit.
+    t / floor(T - piece - split) pieces, and each pays piece + split. T is the smallest multiple of
+    a quarter at which the costs fit all workers, and the tiles what workers hold with so many
+    pieces (`most_tiles`: tiles are whole, so room is lost beside the pieces).
     """
     bound = lower_bound(tiles, workers, piece)
     quarters = int(-(-bound * 4 // 1))
@@ -90,10 +115,13 @@ def forced_split_bound(
         if bool(whole.all()) or held >= 1:
             pieces = np.maximum(np.ceil(values / max(held, 1)), 2)
             cost = np.where(whole, values + piece, values + pieces * (piece + split))
-            few = min(int(whole.sum()), workers)
-            room = few * int(makespan - piece) + (workers - few) * max(held, 0)
-            if cost.sum() <= workers * makespan and values.sum() <= room:
-                return makespan
+            split_pieces = int(pieces[~whole].sum())
+            if cost.sum() <= workers * makespan:
+                most = most_tiles(
+                    makespan, int(whole.sum()), split_pieces, workers, piece, piece + split
+                )
+                if values.sum() <= most + 1e-6:
+                    return makespan
         quarters += 1
 
 

@@ -62,7 +62,7 @@ def test_makespan_and_pieces_on_all_length_sets(workers: int, row_tiles: int) ->
 
     From 16 tiles per worker the plan is within 3 % of the lower bound. That bound knows no forced
     split, so where requests are fewer than workers no plan may reach it: there the plan is within
-    one tile (tiles are whole) of the bound that counts forced splits.
+    one tile of the bound that counts forced splits and the parts of tiles lost beside them.
     """
     ours = wrapped = 0
     for name, lens in (split_plans.named_sets() | split_plans.mooncake_sets()).items():
@@ -85,7 +85,7 @@ def test_makespan_and_pieces_on_all_length_sets(workers: int, row_tiles: int) ->
 def test_the_windows_known_to_miss_the_bound_stay_where_they_are(
     start: int, stop: int, tiles: float
 ) -> None:
-    """By 0.10 and 0.05 of a tile; docs/split_plan.md and decision 0020 tell these figures."""
+    """By 0.10 and 0.05 of a tile; tools/check_split_plan_bounds.py --windows counts such."""
     lens = split_plans.mooncake_lengths()[start:stop]
     plan = plan_splits(lens, 6, 132)
     assert float(plan.worker_cost_tiles().max()) == tiles
