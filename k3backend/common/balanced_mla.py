@@ -23,7 +23,11 @@ from k3backend.common.decode_checks import (
 )
 from k3backend.common.decode_counters import device_counter
 from k3backend.common.errors import InputError, UnsupportedDecodeError
-from k3backend.common.kernel_device import kernel_device_problems, require_gpu
+from k3backend.common.kernel_device import (
+    kernel_device_problems,
+    launching_on,
+    require_gpu,
+)
 from k3backend.common.launch_config import VALUE_DIM, DtypeName, LaunchConfig
 from k3backend.common.plan_layout import PlanPart, indptr_len, plan_layout
 from k3backend.common.split_packing import CANDIDATES
@@ -176,17 +180,18 @@ class BalancedMla:
             if interpreting() and not self.interpret_planner:
                 self._plan_on_host(seq_lens, part_counts, indptr, items, part)
                 continue
-            plan_splits_device(
-                seq_lens,
-                items,
-                indptr,
-                part_counts,
-                self._plan_scratch,
-                row_tiles=part.row_tiles,
-                num_workers=self.workers,
-                tile_tokens=PLAN_TILE_TOKENS,
-                cost=part.cost,
-            )
+            with launching_on(seq_lens):
+                plan_splits_device(
+                    seq_lens,
+                    items,
+                    indptr,
+                    part_counts,
+                    self._plan_scratch,
+                    row_tiles=part.row_tiles,
+                    num_workers=self.workers,
+                    tile_tokens=PLAN_TILE_TOKENS,
+                    cost=part.cost,
+                )
 
     def decode(
         self,
@@ -253,36 +258,37 @@ class BalancedMla:
         floats = workspace[: (values + slots * part.slot_rows) * 4].view(torch.float32)
         indptr, items = self._plan_views(requests, work, part)
         counts = counts[part.counts_start : part.counts_start + requests * part.row_tiles]
-        launch_decode(
-            config,
-            q=q,
-            kv_cache=kv_cache,
-            block_table=block_table,
-            seq_lens=seq_lens,
-            causal_lens=causal_lens,
-            worker_indptr=indptr,
-            work=items,
-            out=out,
-            lse2=lse,
-            partial=floats[:values],
-            partial_lse=floats[values:],
-            score_scale=scale,
-            out_scale=k_scale,
-            q_len=self.q_len,
-            causal=self.causal,
-            cp=cp,
-        )
-        launch_combine(
-            config,
-            counts=counts,
-            partial=floats[:values],
-            partial_lse=floats[values:],
-            out=out,
-            lse2=lse,
-            counter=self._counter,
-            out_scale=k_scale,
-            rows=self.rows,
-        )
+        with launching_on(q):
+            launch_decode(
+                config,
+                q=q,
+                kv_cache=kv_cache,
+                block_table=block_table,
+                seq_lens=seq_lens,
+                causal_lens=causal_lens,
+                worker_indptr=indptr,
+                work=items,
+                out=out,
+                lse2=lse,
+                partial=floats[:values],
+                partial_lse=floats[values:],
+                score_scale=scale,
+                out_scale=k_scale,
+                q_len=self.q_len,
+                causal=self.causal,
+                cp=cp,
+            )
+            launch_combine(
+                config,
+                counts=counts,
+                partial=floats[:values],
+                partial_lse=floats[values:],
+                out=out,
+                lse2=lse,
+                counter=self._counter,
+                out_scale=k_scale,
+                rows=self.rows,
+            )
         return out
 
     def run(

@@ -67,11 +67,15 @@ def tensor_problems(
         reasons.append(
             f"{name} is not contiguous (strides {list(tensor.stride())}); pass a contiguous one"
         )
-    if tensor.device.type != device.type or (
-        device.index is not None and tensor.device.index != device.index
-    ):
-        reasons.append(f"{name} is on {tensor.device}, expected {device}")
-    return reasons
+    return reasons + _place_problems(name, tensor, device)
+
+
+def _place_problems(name: str, tensor: torch.Tensor, device: torch.device) -> list[str]:
+    """A tensor that is on another device; ``device`` without an index is any of its kind."""
+    found = tensor.device
+    if found.type == device.type and device.index in (None, found.index):
+        return []
+    return [f"{name} is on {found}, expected {device}"]
 
 
 def cache_problems(kv_cache: torch.Tensor, device: torch.device) -> list[str]:
@@ -85,9 +89,7 @@ def cache_problems(kv_cache: torch.Tensor, device: torch.device) -> list[str]:
         reasons.append(
             f"kv_cache has strides {list(kv_cache.stride())}, expected a contiguous last dimension"
         )
-    if kv_cache.device.type != device.type:
-        reasons.append(f"kv_cache is on {kv_cache.device}, expected {device}")
-    return reasons
+    return reasons + _place_problems("kv_cache", kv_cache, device)
 
 
 def table_problems(block_table: torch.Tensor, requests: int, device: torch.device) -> list[str]:
@@ -101,9 +103,7 @@ def table_problems(block_table: torch.Tensor, requests: int, device: torch.devic
         reasons.append(
             f"block_table has strides {list(block_table.stride())}, expected contiguous columns"
         )
-    if block_table.device.type != device.type:
-        reasons.append(f"block_table is on {block_table.device}, expected {device}")
-    return reasons
+    return reasons + _place_problems("block_table", block_table, device)
 
 
 def interpreting() -> bool:

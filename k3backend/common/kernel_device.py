@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from k3backend.common.decode_checks import device_problems
@@ -21,6 +23,18 @@ def kernel_device_problems(device: torch.device | str) -> list[str]:
     if found.index is not None and found.index >= count:
         return [f"device is {found}, but torch finds {count} GPUs; give cuda:0 to cuda:{count - 1}"]
     return []
+
+
+def launching_on(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """A context in which kernels are launched on the tensor's GPU.
+
+    Triton launches on the current GPU, wherever the tensors are.
+    """
+    index = tensor.device.index
+    if tensor.device.type != "cuda" or index is None or index == torch.cuda.current_device():
+        return nullcontext()
+    guard: AbstractContextManager[object] = torch.cuda.device(index)
+    return guard
 
 
 def require_gpu(device: torch.device | str) -> None:

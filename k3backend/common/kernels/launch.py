@@ -54,7 +54,8 @@ def launch_decode(
         score_scale: scale * q_scale * k_scale, without log2(e). out_scale: k_scale.
     Mutates out, lse2, partial, partial_lse. Does not sync; graph-safe; deterministic per plan.
     """
-    world, rank, interleave = cp
+    # Triton knows Python's own numbers alone; a caller's may be numpy's.
+    world, rank, interleave = (int(value) for value in cp)
     folded_decode_kernel[(worker_indptr.shape[0] - 1,)](
         q,
         kv_cache,
@@ -67,22 +68,22 @@ def launch_decode(
         partial_lse if lse2 is None else lse2,
         partial,
         partial_lse,
-        score_scale * math.log2(math.e),
-        out_scale,
+        float(score_scale) * math.log2(math.e),
+        float(out_scale),
         kv_cache.stride(0),
         block_table.stride(0),
         world,
         rank,
         interleave,
         HEADS=q.shape[1],
-        Q_LEN=q_len,
+        Q_LEN=int(q_len),
         ROWS_A=config.row_groups[0],
         ROWS_B=config.row_groups[1],
         TILE=config.tile_tokens,
         CHUNK=config.value_chunk,
         BLOCK_SIZE=kv_cache.shape[1],
         TOKEN_STRIDE=kv_cache.stride(1),
-        CAUSAL=causal and (q_len > 1 or causal_lens is not None),
+        CAUSAL=bool(causal and (q_len > 1 or causal_lens is not None)),
         CP=causal_lens is not None,
         PREFETCH=config.prefetch,
         STAGES=config.num_stages,
@@ -127,8 +128,8 @@ def launch_combine(
         out,
         partial_lse if lse2 is None else lse2,
         counter,
-        out_scale,
-        ROWS_PER_REQUEST=rows,
+        float(out_scale),
+        ROWS_PER_REQUEST=int(rows),
         TILE_ROWS=config.tile_rows,
         SPLITS=config.combine_splits,
         COLUMNS=columns,
