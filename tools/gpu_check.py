@@ -4,20 +4,23 @@
     python tools/gpu_check.py --json result.json             both parts, in under ten minutes
     python tools/gpu_check.py --only correctness
     python tools/gpu_check.py --dry-run                      list what would run; no GPU needed
-    TRITON_INTERPRET=1 python tools/gpu_check.py --dry-run   and run tiny checks in the interpreter
+    TRITON_INTERPRET=1 python tools/gpu_check.py --interpret tiny checks on the CPU, nothing timed
 
-Speed is not measured where a check fails. Results are printed as they come and the JSON file is
+Checks and compilations run side by side in a few processes, timings one after the other in one. A
+process that dies or hangs loses its entry alone. A shape is timed whatever the checks found, but
+has rates only where its own output is right. Results are printed as they come and the JSON file is
 renewed after each, so that an interrupted run leaves what it found. What the budget cuts off is
-listed. Exit codes: 0 all right, 1 a check failed, 2 no GPU or bad usage.
+listed. Exit codes: 0 all right, 1 a check or a shape failed, 2 no GPU or bad usage.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +31,15 @@ from k3backend.cli.platform import installed_versions
 from k3backend.common.errors import PlatformError
 
 PROG = "gpu_check.py"
-SCHEMA = "k3backend.gpu-check/1"
+SCHEMA = "k3backend.gpu-check/2"
 DEFAULT_BUDGET_S = 540
 CORRECTNESS_SHARE = 0.5
-"""Of the budget, where speed is measured too."""
+"""Of the budget, where speed is measured too. Checks that run then may end."""
+COMPILE_SHARE = 0.7
+"""Of the budget, after which nothing is compiled ahead: timings compile what they need."""
+CHECK_S, COMPILE_S, TIMING_S = 150.0, 150.0, 120.0
+"""Seconds of one entry, compilations included, before its process is taken for hung."""
+MAX_JOBS = 8
 
 
 class Record:
@@ -42,11 +50,13 @@ class Record:
         self.start = time.monotonic()
         self.document: dict[str, Any] = {
             "schema": SCHEMA,
+            "finished": False,
             "device": None,
             "versions": installed_versions(),
             "budget_s": budget_s,
             "copy_bytes_s": None,
             "correctness": [],
+            "compilations": [],
             "speed": [],
             "peers": [],
             "left_out": [],
@@ -59,17 +69,24 @@ class Record:
         """Since the start."""
         return time.monotonic() - self.start
 
+    def at(self, share: float) -> float:
+        """The time, on the clock of ``time.monotonic``, when that much of the budget is gone."""
+        budget_s: float = self.document["budget_s"]
+        return self.start + share * budget_s
+
     def add(self, section: str, entry: Any, line: str) -> None:
         """Keep and print one entry."""
         self.document[section].append(entry)
         self.write(line)
 
     def write(self, line: str) -> None:
-        """Print a line and renew the file."""
+        """Print a line and renew the file, whole at any moment."""
         print(line, flush=True)
         self.document["seconds"] = round(self.elapsed_s, 1)
         if self.path is not None:
-            self.path.write_text(json.dumps(self.document, indent=1) + "\n")
+            fresh = self.path.with_name(f"{self.path.name}.new")
+            fresh.write_text(json.dumps(self.document, indent=1, allow_nan=False) + "\n")
+            fresh.replace(self.path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,26 +100,144 @@ def _run(argv: list[str]) -> int:
     add("--budget", type=_seconds, default=DEFAULT_BUDGET_S, metavar="S", help="seconds; 540")
     add("--json", metavar="FILE", help="write the result there, renewed after every entry")
     add("--only", choices=("correctness", "speed"), help="one of the two parts")
+    add("--jobs", type=_jobs, default=None, metavar="N", help="processes that check; half the CPUs")
     add("--dry-run", action="store_true", help="list what would run")
+    add("--interpret", action="store_true", help="tiny checks in Triton's interpreter, on the CPU")
     args = parser.parse_args(argv)
     record = Record(args.json, args.budget)
+    try:
+        from tools import gpu_bench
+    except ImportError as error:
+        raise PlatformError(f"{error}; install torch and triton, with CUDA or ROCm") from error
     if args.dry_run:
         return _dry_run(record, args.only)
-    device = _gpu(record)
-    limit = args.budget if args.only == "correctness" else args.budget * CORRECTNESS_SHARE
-    if args.only != "speed":
-        _correctness(record, device, limit)
-    if not record.document["ok"]:
-        record.write("a check failed: speed is not measured")
-        return EXIT_NO
-    if args.only != "correctness":
-        _speed(record, device, args.budget)
+    if args.interpret:
+        os.environ["TRITON_INTERPRET"] = "1"
+        return run(record, gpu_bench.open_interpreter, gpu_bench.tiny_names(), "correctness", 1)
+    gpu_bench.require_gpu()
+    jobs = args.jobs or min(MAX_JOBS, max(1, (os.cpu_count() or 2) // 2))
+    return run(record, gpu_bench.open_gpu, gpu_bench.gpu_names(), args.only, jobs)
+
+
+def run(
+    record: Record, open_bench: Callable[[], Any], names: Any, only: str | None, jobs: int
+) -> int:
+    """Run the entries in workers.
+
+    Args:
+        open_bench: makes a worker's ``gpu_workers.Bench``; can be pickled.
+        names: ``gpu_bench.Names``. only: "correctness", "speed" or None. jobs: workers that check.
+    """
+    from tools.gpu_workers import Workers
+
+    with Workers(open_bench) as workers:
+        if not workers.open(1):
+            raise PlatformError(
+                f"{workers.refusal}; run this on a machine with a GPU, or give --dry-run"
+            )
+        facts = record.document["device"] = workers.facts or {}
+        record.write(
+            ", ".join(str(facts[key]) for key in ("name", "arch", "units") if key in facts)
+        )
+        if only != "speed":
+            share = 1.0 if only == "correctness" else CORRECTNESS_SHARE
+            _section(record, workers, names.checks, _add_check, jobs, CHECK_S, share)
+        if only != "correctness":
+            _section(
+                record,
+                workers,
+                names.compilations,
+                _add_compilation,
+                jobs,
+                COMPILE_S,
+                COMPILE_SHARE,
+            )
+            record.write(
+                f"{'':<40} {'us':>9} {'warm':>9} {'plan':>7} {'GB/s':>7} {'copy':>6} TFLOP/s"
+            )
+            _section(record, workers, names.timings, _add_timing, 1, TIMING_S, 1.0)
+    document = record.document
+    document["finished"] = True
+    wrong = [entry for entry in document["correctness"] if not entry["ok"]]
+    timed = [row for row in document["speed"] if "gb_s" in row]
     record.write(
-        f"{len(record.document['correctness'])} checks right, "
-        f"{len(record.document['speed'])} shapes timed, "
-        f"{len(record.document['left_out'])} left out, {record.elapsed_s:.0f} s"
+        f"{len(document['correctness']) - len(wrong)} checks right, {len(wrong)} wrong, "
+        f"{len(timed)} of {len(document['speed'])} shapes timed, "
+        f"{len(document['left_out'])} left out, {record.elapsed_s:.0f} s"
     )
-    return EXIT_DONE
+    return EXIT_DONE if document["ok"] else EXIT_NO
+
+
+def _section(
+    record: Record,
+    workers: Any,
+    names: Sequence[str],
+    add: Callable[[Record, str, dict[str, Any]], None],
+    jobs: int,
+    entry_s: float,
+    share: float,
+) -> None:
+    """Run entries side by side and record each; list those that the budget left out."""
+    left = dict.fromkeys(names)
+    ended = workers.run(
+        names, count=jobs, entry_s=entry_s, starts_until=record.at(share), ends_by=record.at(1.0)
+    )
+    for end in ended:
+        if end.cut_off:
+            continue
+        del left[end.name]
+        found = {"why_not": end.why_not} if end.result is None else end.result
+        add(record, end.name.partition(" ")[2], found)
+    for name in left:
+        record.add("left_out", name, f"left out: {name}")
+
+
+def _add_check(record: Record, name: str, found: dict[str, Any]) -> None:
+    if "why_not" in found:
+        found = {"name": name, "ok": False, "message": found["why_not"], "seconds": 0.0}
+    record.document["ok"] &= found["ok"]
+    verdict = "ok   " if found["ok"] else "WRONG"
+    said = f": {found['message']}" if found["message"] else ""
+    record.add("correctness", found, f"{verdict} {found['seconds']:6.2f} s  {name}{said}")
+
+
+def _add_compilation(record: Record, name: str, found: dict[str, Any]) -> None:
+    """Only failures are told: the shape's timing says the rest."""
+    entry = {"name": name, **found}
+    if "why_not" in found:
+        record.add("compilations", entry, f"does not run: {name}: {found['why_not']}")
+    else:
+        record.document["compilations"].append(entry)
+
+
+def _add_timing(record: Record, name: str, found: dict[str, Any]) -> None:
+    document = record.document
+    if "copy_bytes_s" in found:
+        document["copy_bytes_s"] = found["copy_bytes_s"]
+        record.write(f"copy: {found['copy_bytes_s'] / 1e12:.2f} TB/s read and written")
+        return
+    peer, colon, shape = name.partition(": ")
+    row = ({"peer": peer, "name": shape} if colon else {"name": name or "copy"}) | found
+    if "gb_s" in row and document["copy_bytes_s"]:
+        row["of_copy"] = round(row["gb_s"] * 1e9 / document["copy_bytes_s"], 4)
+    if not colon:
+        document["ok"] &= "gb_s" in row
+    record.add("peers" if colon else "speed", row, rates_line(row))
+
+
+def rates_line(row: dict[str, Any]) -> str:
+    """A row of ``speed`` or ``peers`` for people."""
+    name = f"{row.get('peer', '')} {row['name']}".strip()
+    if "why_not" in row:
+        return f"{name:<40} {row['why_not']}"
+    line = (
+        f"{name:<40} {row['decode_us']:>9.1f} {row['warm_us']:>9.1f} {row.get('plan_us', 0):>7.1f} "
+    )
+    if "wrong" in row:
+        return f"{line}WRONG: {row['wrong']}"
+    share = f"{row['of_copy']:>6.1%}" if "of_copy" in row else f"{'':>6}"
+    how = "" if row["timed"] == "graph" else f"  ({row['timed']})"
+    return f"{line}{row['gb_s']:>7.0f} {share} {row['tflop_s']:>7.1f}{how}"
 
 
 def _seconds(text: str) -> float:
@@ -111,110 +246,26 @@ def _seconds(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text[:40]!r} is not 1 to 86400 seconds; give some")
 
 
-def _gpu(record: Record) -> Any:
-    try:
-        import torch
-    except ImportError as error:
-        raise PlatformError("torch is not installed; install its CUDA or ROCm build") from error
-    if not torch.cuda.is_available():
-        build = "ROCm" if torch.version.hip else "CUDA" if torch.version.cuda else "CPU"
-        raise PlatformError(
-            f"no GPU: torch {torch.__version__} is a {build} build and sees none; run this on a "
-            "machine with one, or give --dry-run"
-        )
-    properties = torch.cuda.get_device_properties(0)
-    from tools.gpu_correctness import Device
-
-    if torch.version.hip:
-        from k3backend.rocm.kv_balanced_mla.core import KvBalancedMla
-
-        arch = properties.gcnArchName.split(":")[0]
-        fp8 = torch.float8_e4m3fnuz if arch == "gfx942" else torch.float8_e4m3fn
-    else:
-        from k3backend.nvidia.kv_balanced_mla.core import KvBalancedMla
-
-        arch, fp8 = f"sm_{properties.major}{properties.minor}", torch.float8_e4m3fn
-    record.document["device"] = {
-        "name": properties.name,
-        "arch": arch,
-        "units": properties.multi_processor_count,
-        "memory_bytes": properties.total_memory,
-    }
-    record.write(f"{properties.name}, {arch}, {properties.multi_processor_count} units")
-    return Device("cuda", KvBalancedMla, fp8)
-
-
-def _correctness(record: Record, device: Any, limit_s: float) -> None:
-    from tools.gpu_correctness import checks, outcome
-
-    for item in checks(device):
-        if record.elapsed_s > limit_s:
-            record.add("left_out", item.name, f"left out: {item.name}")
-            continue
-        found = outcome(item)
-        record.document["ok"] &= found["ok"]
-        verdict = "ok   " if found["ok"] else "WRONG"
-        said = f": {found['message']}" if found["message"] else ""
-        record.add("correctness", found, f"{verdict} {found['seconds']:6.2f} s  {item.name}{said}")
-
-
-def _speed(record: Record, device: Any, limit_s: float) -> None:
-    from tools.gpu_peers import peer_cases, time_peers
-    from tools.gpu_speed import Pool, cases, copy_bandwidth, time_case
-
-    copy = copy_bandwidth(device)
-    record.document["copy_bytes_s"] = round(copy)
-    record.write(f"copy: {copy / 1e12:.2f} TB/s read and written")
-    pool = Pool(device)
-    for case in peer_cases():
-        for row in time_peers(pool, case, copy):
-            record.add("peers", row, f"{row['peer']:<18} {_rates(row)}")
-    record.write(f"{'':<46} {'us':>9} {'plan':>7} {'GB/s':>7} {'copy':>6} {'TFLOP/s':>8}")
-    for case in cases():
-        if record.elapsed_s > limit_s:
-            record.add("left_out", case.name, f"left out: {case.name}")
-            continue
-        try:
-            row = time_case(device, pool, case, copy)
-        # One shape that cannot run must not hide the others; its reason is part of the result.
-        except Exception as error:
-            record.document["ok"] = False
-            row = {"name": case.name, "why_not": f"{type(error).__name__}: {str(error)[:300]}"}
-        record.add("speed", row, _rates(row))
-
-
-def _rates(row: dict[str, Any]) -> str:
-    if "why_not" in row:
-        return f"{row['name']:<46} {row['why_not']}"
-    eager = "" if row["timed"] == "graph" else "  (eager launches)"
-    return (
-        f"{row['name']:<46} {row['decode_us']:>9.1f} {row.get('plan_us', 0):>7.1f} "
-        f"{row['gb_s']:>7.0f} {row['of_copy']:>6.1%} {row['tflop_s']:>8.1f}{eager}"
-    )
+def _jobs(text: str) -> int:
+    if text.isascii() and text.isdigit() and 1 <= int(text) <= 64:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text[:40]!r} is not 1 to 64 processes; give some")
 
 
 def _dry_run(record: Record, only: str | None) -> int:
-    import torch
-
-    from k3backend.common.decode_checks import interpreting
-    from k3backend.nvidia.kv_balanced_mla.core import KvBalancedMla
-    from tools.gpu_correctness import Device, checks
+    from tools.gpu_bench import SPEED, gpu_names
     from tools.gpu_speed import cases
 
-    gpu = Device("cuda", KvBalancedMla, torch.float8_e4m3fn)
+    names = gpu_names()
+    shapes = {f"{SPEED} {case.name}": case for case in cases()}
     if only != "speed":
-        for item in checks(gpu):
-            record.add("left_out", item.name, f"would check: {item.name}")
+        for name in names.checks:
+            record.add("left_out", name, f"would check: {name.partition(' ')[2]}")
     if only != "correctness":
-        for case in cases():
-            record.add(
-                "left_out",
-                case.name,
-                f"would time: {case.name}, {case.kv_bytes / 2**30:.2f} GiB of KV",
-            )
-    if interpreting() and only != "speed":
-        _correctness(record, Device("cpu", KvBalancedMla, torch.float8_e4m3fn), float("inf"))
-    return EXIT_DONE if record.document["ok"] else EXIT_NO
+        for name in names.timings:
+            size = f", {shapes[name].kv_bytes / 2**30:.2f} GiB of KV" if name in shapes else ""
+            record.add("left_out", name, f"would time: {name.removeprefix(SPEED + ' ')}{size}")
+    return EXIT_DONE
 
 
 if __name__ == "__main__":

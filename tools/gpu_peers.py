@@ -1,65 +1,89 @@
 """Other projects' MLA decodes on the same tensors, where they can be imported. For gpu_check.py.
 
-Each peer is a function that returns a callable decoding a problem, or raises what stands in the
-way. A peer that cannot run a shape is reported with its own words; nothing is timed in its place.
+Each peer is a function that returns a `Decode` of a problem, or raises what stands in the way. A
+peer that is not there or cannot run a shape is reported with its own words, and one whose output is
+wrong without rates; nothing is timed in its place.
+
+The calls are those of FlashMLA 9241ae3, FlashInfer fb28d72, vLLM 0.33.0 and AITER e404860.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from tools.gpu_speed import SCALE, Pool, Problem, SpeedCase, make_problem, result, time_us
+from tools.gpu_speed import (
+    HEADS,
+    SCALE,
+    KvPool,
+    Problem,
+    SpeedCase,
+    Watch,
+    make_problem,
+    timed_row,
+    wrong_output,
+)
+from tools.gpu_workers import failure
 
-Maker = Callable[[Problem], Callable[[], object]]
+PAGE_TOKENS = 64
+"""FlashMLA takes no other page; the others take this one."""
 
 
-def peer_cases() -> list[SpeedCase]:
-    """bf16, which every peer takes."""
-    same = (131072,) * 32
-    return [SpeedCase(8, q_len, "bf16", "128k x 32", same) for q_len in (1, 4)]
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """A peer's decode of one problem.
+
+    Attributes:
+        step: decodes once and returns what ``output`` reads. Its plan was made before.
+        output: step's result -> [tokens, heads, 512].
+    """
+
+    step: Callable[[], Any]
+    output: Callable[[Any], torch.Tensor]
 
 
-def time_peers(pool: Pool, case: SpeedCase, copy_bytes_s: float) -> list[dict[str, Any]]:
-    """One row per peer: its rates, or why there are none."""
-    rows = []
-    for name, (package, block_size, maker) in PEERS.items():
-        row: dict[str, Any] = {"peer": name, "name": case.name}
+def time_peer(name: str, pool: KvPool, case: SpeedCase, watch: Watch) -> dict[str, Any]:
+    """Check and time one peer; JSON values with its rates, or "why_not"."""
+    package, heads, maker = PEERS[name]
+    row: dict[str, Any] = {"peer": name, "name": case.name}
+    # Rates count the rows that were asked for, not the padding.
+    padded = case if case.heads >= heads else replace(case, tp=HEADS // heads)
+    try:
         if importlib.util.find_spec(package) is None:
-            rows.append(row | {"why_not": f"{package} is not installed"})
-            continue
-        try:
-            padded = case if package != "aiter" else replace(case, tp=6)
-            problem = make_problem(padded, pool, block_size)
-            microseconds, how = time_us(maker(problem))
-            # Rates count the rows that were asked for, not the padding.
-            rows.append(row | result(case, microseconds, copy_bytes_s) | {"timed": how})
-        # Whatever another project raises is its answer.
-        except Exception as error:
-            last = (str(error).strip().splitlines() or [""])[-1]
-            rows.append(row | {"why_not": f"{type(error).__name__}: {last[:200]}"})
-    return rows
+            return row | {"why_not": f"left out, because {package} is not installed"}
+        problem = make_problem(padded, pool, PAGE_TOKENS)
+        decode = maker(problem)
+        wrong = wrong_output(problem, decode.output(decode.step()))
+        return row | timed_row(case, watch.time(decode.step), wrong)
+    # Whatever another project raises is its answer.
+    except Exception as error:
+        return row | {"why_not": f"left out, because of {failure(error)}"}
 
 
-def _flash_mla(problem: Problem) -> Callable[[], object]:
+def _flash_mla(problem: Problem) -> Decode:
     import flash_mla
 
     case = problem.case
     q = problem.q.view(len(case.lens), case.q_len, case.heads, 576)
     cache = problem.cache.unsqueeze(2)
+    # Current versions plan in the first call and keep the plan here; older ones plan now.
     metadata, splits = flash_mla.get_mla_metadata(problem.seq_lens, case.q_len * case.heads, 1)
-    return lambda: flash_mla.flash_mla_with_kvcache(
-        q, cache, problem.table, problem.seq_lens, 512, metadata, splits,
-        softmax_scale=SCALE, causal=True,
-    )  # fmt: skip
+
+    def step() -> Any:
+        return flash_mla.flash_mla_with_kvcache(
+            q, cache, problem.table, problem.seq_lens, 512, metadata, splits,
+            softmax_scale=SCALE, causal=True,
+        )  # fmt: skip
+
+    return Decode(step, lambda found: found[0].reshape(-1, case.heads, 512))
 
 
-def _flashinfer(problem: Problem) -> Callable[[], object]:
-    import flashinfer
+def _flashinfer(problem: Problem) -> Decode:
+    import flashinfer.mla
 
     case, size = problem.case, problem.cache.shape[1]
     device = problem.q.device
@@ -76,27 +100,38 @@ def _flashinfer(problem: Problem) -> Callable[[], object]:
     )  # fmt: skip
     nope, rope = problem.q.split([512, 64], dim=2)
     latent, rope_cache = problem.cache.split([512, 64], dim=2)
-    return lambda: wrapper.run(nope, rope, latent, rope_cache)
+    return Decode(lambda: wrapper.run(nope, rope, latent, rope_cache), lambda out: out)
 
 
-def _vllm(problem: Problem) -> Callable[[], object]:
+def _vllm(problem: Problem) -> Decode:
+    from vllm.v1.attention.backends.mla.triton_mla import _compute_num_kv_splits
     from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd
 
-    case, splits = problem.case, 64
-    if case.q_len != 1:
-        raise ValueError("takes one query token per request")
-    device = problem.q.device
-    out = torch.empty((*problem.q.shape[:2], 512), dtype=problem.q.dtype, device=device)
-    lse = torch.empty(problem.q.shape[:2], dtype=problem.q.dtype, device=device)
-    logits = torch.empty((*problem.q.shape[:2], splits, 513), device=device)
+    case, q = problem.case, problem.q
+    units = torch.cuda.get_device_properties(q.device).multi_processor_count
+    splits = _compute_num_kv_splits(max(case.lens), units)
+    out = torch.empty((*q.shape[:2], 512), dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=q.dtype, device=q.device)
+    logits = torch.empty((*q.shape[:2], splits, 513), device=q.device)
     keys = problem.cache.unsqueeze(2)
-    return lambda: decode_attention_fwd(
-        problem.q, keys, keys[..., :512], out, lse, problem.table, problem.seq_lens, logits,
-        splits, SCALE, problem.cache.shape[1], is_mla=True,
-    )  # fmt: skip
+    # A scale that is not given is copied from the host in every call, which a graph cannot do.
+    one = torch.ones((), device=q.device)
+    # As its backend does: one row of the table per query token, each with its own length.
+    table = problem.table.repeat_interleave(case.q_len, dim=0)
+    ahead = torch.arange(1 - case.q_len, 1, dtype=torch.int32, device=q.device)
+    lens = (problem.seq_lens[:, None] + ahead).flatten().clamp(min=0)
+
+    def step() -> torch.Tensor:
+        decode_attention_fwd(
+            q, keys, keys[..., :512], out, lse, table, lens, logits, splits, SCALE,
+            problem.cache.shape[1], k_scale=one, v_scale=one, is_mla=True,
+        )  # fmt: skip
+        return out
+
+    return Decode(step, lambda found: found)
 
 
-def _aiter(problem: Problem) -> Callable[[], object]:
+def _aiter(problem: Problem) -> Decode:
     from aiter.mla import mla_decode_fwd
 
     case, device = problem.case, problem.q.device
@@ -107,19 +142,25 @@ def _aiter(problem: Problem) -> Callable[[], object]:
         (problem.table[i, :, None].long() * size + torch.arange(size, device=device)).flatten()[:n]
         for i, n in enumerate(case.lens)
     ]
+    # A page of one token: the index list names every token.
     indices = torch.cat(tokens).to(torch.int32)
     out = torch.empty((*problem.q.shape[:2], 512), dtype=problem.q.dtype, device=device)
     last = torch.ones(len(case.lens), dtype=torch.int32, device=device)
-    cache = problem.cache.reshape(-1, 1, 1, 576)
-    return lambda: mla_decode_fwd(
-        problem.q, cache, out, queries, lens, indices, last, case.q_len, sm_scale=SCALE
-    )
+    cache = problem.cache.view(-1, 1, 1, 576)
+
+    def step() -> torch.Tensor:
+        mla_decode_fwd(
+            problem.q, cache, out, queries, lens, indices, last, case.q_len, sm_scale=SCALE
+        )
+        return out
+
+    return Decode(step, lambda found: found)
 
 
-PEERS: dict[str, tuple[str, int, Maker]] = {
-    "FlashMLA": ("flash_mla", 64, _flash_mla),
-    "FlashInfer": ("flashinfer", 64, _flashinfer),
-    "vLLM Triton": ("vllm", 64, _vllm),
-    "AITER (16 heads)": ("aiter", 64, _aiter),
+PEERS: dict[str, tuple[str, int, Callable[[Problem], Decode]]] = {
+    "FlashMLA": ("flash_mla", 1, _flash_mla),
+    "FlashInfer": ("flashinfer", 1, _flashinfer),
+    "vLLM Triton": ("vllm", 1, _vllm),
+    "AITER (16 heads)": ("aiter", 16, _aiter),
 }
-"""Name -> package, the block size that it takes, its maker."""
+"""Name -> package, the fewest heads that it takes, its maker."""

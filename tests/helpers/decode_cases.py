@@ -154,8 +154,14 @@ def same_precision(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     return out, lse2, bound
 
 
-def check(inputs: Inputs, out: torch.Tensor, lse2: torch.Tensor | None) -> None:
-    """Assert both bounds, -inf exactly where no key is visible, and no NaN."""
+def check(
+    inputs: Inputs, out: torch.Tensor, lse2: torch.Tensor | None, lse_slack: float = 0.0
+) -> None:
+    """Assert both bounds, -inf exactly where no key is visible, and no NaN.
+
+    Args:
+        lse_slack: what a device's scores may be off beyond float32's rounding, in units of lse2.
+    """
     want, want_lse = answer(inputs)
     plain, plain_lse, bound = same_precision(inputs)
     assert not out.isnan().any(), "NaN in the output"
@@ -181,7 +187,9 @@ def check(inputs: Inputs, out: torch.Tensor, lse2: torch.Tensor | None) -> None:
         # again per step, of which a piece has a handful.
         rounding_lse = 2.0**-21 * max(1.0, float(want_lse[seen].abs().max()) if seen.any() else 0)
         if seen.any():
-            assert lse_error.max() <= 2 * plain_error + rounding_lse
+            bound_lse = float(2 * plain_error + rounding_lse) + lse_slack
+            most = float(lse_error.max())
+            assert most <= bound_lse, f"an lse2 is {most:.3e} off, expected at most {bound_lse:.3e}"
         assert not lse2.isnan().any()
         assert not (lse2 == math.inf).any()
 
@@ -195,8 +203,9 @@ def run(
     counts.fill_(-7)
     work.fill_(-7)
     workspace.fill_(0xFF)
-    out = torch.full((*inputs.q.shape[:2], 512), math.nan, dtype=BF16)
-    lse = torch.full(inputs.q.shape[:2], math.nan) if want_lse else None
+    device = inputs.q.device
+    out = torch.full((*inputs.q.shape[:2], 512), math.nan, dtype=BF16, device=device)
+    lse = torch.full(inputs.q.shape[:2], math.nan, device=device) if want_lse else None
     core.plan(inputs.seq_lens, counts, work)
     core.decode(
         inputs.q,
