@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 
 from k3backend.common.decode_checks import (
+    buffer_problems,
     cache_problems,
     interpreting,
     parallel_problems,
@@ -21,6 +22,7 @@ from k3backend.common.decode_checks import (
     table_problems,
     tensor_problems,
 )
+from k3backend.common.decode_contents import content_problems
 from k3backend.common.decode_counters import device_counter
 from k3backend.common.errors import InputError, UnsupportedDecodeError
 from k3backend.common.kernel_device import (
@@ -29,7 +31,7 @@ from k3backend.common.kernel_device import (
     require_gpu,
 )
 from k3backend.common.launch_config import VALUE_DIM, DtypeName, LaunchConfig
-from k3backend.common.plan_layout import PlanPart, indptr_len, plan_layout
+from k3backend.common.plan_layout import PlanPart, indptr_len, plan_layout, require_shape
 from k3backend.common.split_packing import CANDIDATES
 from k3backend.common.split_plan import (
     WORK_FIELDS,
@@ -51,6 +53,21 @@ def dtype_name(dtype: torch.dtype) -> DtypeName | None:
     if dtype in _FP8:
         return "fp8"
     return "bf16" if dtype == torch.bfloat16 else None
+
+
+def require_dtypes(q_dtype: object, fp8_dtype: object) -> None:
+    """Refuse a query dtype or fp8 format that no core can be built for.
+
+    Raises:
+        UnsupportedDecodeError: naming the argument.
+    """
+    reasons = []
+    if q_dtype not in (None, "fp8", "bf16"):
+        reasons.append(f'q_dtype is {q_dtype!r}, expected "fp8", "bf16" or None for both')
+    if fp8_dtype not in _FP8:
+        reasons.append(f"fp8_dtype is {fp8_dtype}, expected one of {', '.join(map(str, _FP8))}")
+    if reasons:
+        raise UnsupportedDecodeError("balanced MLA decode cannot be built", reasons)
 
 
 class BalancedMla:
@@ -97,7 +114,9 @@ class BalancedMla:
         Raises:
             UnsupportedDecodeError: with every limit that is broken, or a GPU that is not here.
         """
+        require_shape(heads, q_len, max_requests, workers, device)
         require_gpu(device)
+        require_dtypes(q_dtype, fp8_dtype)
         self.heads = heads
         self.q_len = q_len
         self.max_requests = max_requests
@@ -238,12 +257,13 @@ class BalancedMla:
             )
             reasons += self._plan_buffer_problems(counts, work)
             reasons += self._workspace_problems(workspace)
-            if out is not None:
+            if out is not None and isinstance(q, torch.Tensor):
                 reasons += tensor_problems(
                     "out", out, self.device, (torch.bfloat16,), (*q.shape[:-1], VALUE_DIM)
                 )
             if reasons:
                 raise UnsupportedDecodeError("balanced MLA decode cannot run", reasons)
+            scale, k_scale, cp = float(scale), float(k_scale), (int(cp[0]), int(cp[1]), int(cp[2]))
         from k3backend.common.kernels.launch import launch_combine, launch_decode
 
         config = self._config_of(q.dtype, kv_cache.dtype)
@@ -345,13 +365,14 @@ class BalancedMla:
     ) -> list[str]:
         """Every reason why a decode of these arguments cannot run; empty if it can."""
         reasons = self._length_problems(seq_lens)
-        requests = seq_lens.shape[0] if seq_lens.ndim else 0
+        requests = seq_lens.shape[0] if isinstance(seq_lens, torch.Tensor) and seq_lens.ndim else 0
         tokens = requests * self.q_len
         if isinstance(q, torch.Tensor):
             reasons += tensor_problems(
                 "q", q, self.device, (self.fp8_dtype, torch.bfloat16), (tokens, self.heads, 576)
             )
-            reasons += self._dtype_pair_problems(q.dtype, kv_cache.dtype)
+            if isinstance(kv_cache, torch.Tensor):
+                reasons += self._dtype_pair_problems(q.dtype, kv_cache.dtype)
         else:
             reasons.append(
                 f"q is a {type(q).__name__}, expected one tensor [{tokens}, {self.heads}, 576]; "
@@ -369,7 +390,8 @@ class BalancedMla:
             )
         reasons += parallel_problems(causal_lens, cp, self.causal)
         reasons += scale_problems(scale, k_scale)
-        return reasons + self.device_problems()
+        reasons += self.device_problems()
+        return reasons or content_problems(kv_cache, block_table, seq_lens, causal_lens, cp)
 
     def device_problems(self) -> list[str]:
         """Why kernels cannot run on the core's device."""
@@ -429,6 +451,8 @@ class BalancedMla:
 
     def _length_problems(self, seq_lens: torch.Tensor) -> list[str]:
         reasons = tensor_problems("seq_lens", seq_lens, self.device, (torch.int32,), None)
+        if not isinstance(seq_lens, torch.Tensor):
+            return reasons
         if seq_lens.ndim != 1:
             return [*reasons, f"seq_lens has shape {list(seq_lens.shape)}, expected [requests]"]
         if seq_lens.shape[0] > self.max_requests:
@@ -439,27 +463,15 @@ class BalancedMla:
         return reasons
 
     def _plan_buffer_problems(self, counts: torch.Tensor, work: torch.Tensor) -> list[str]:
-        reasons = []
-        for name, buffer, needed in (
-            ("counts", counts, self.counts_len),
-            ("work", work, self.work_len),
-        ):
-            reasons += tensor_problems(name, buffer, self.device, (torch.int32,), None)
-            if buffer.ndim != 1 or buffer.shape[0] < needed:
-                reasons.append(
-                    f"{name} has shape {list(buffer.shape)}, expected at least [{needed}]; "
-                    f"allocate it with {name}_len entries"
-                )
-        return reasons
+        return [
+            *buffer_problems("counts", counts, self.counts_len, torch.int32, self.device),
+            *buffer_problems("work", work, self.work_len, torch.int32, self.device),
+        ]
 
     def _workspace_problems(self, workspace: torch.Tensor) -> list[str]:
-        reasons = tensor_problems("workspace", workspace, self.device, (torch.uint8,), None)
-        if workspace.ndim != 1 or workspace.shape[0] < self.workspace_bytes:
-            reasons.append(
-                f"workspace has shape {list(workspace.shape)}, expected at least "
-                f"[{self.workspace_bytes}]; allocate it with workspace_bytes"
-            )
-        elif workspace.data_ptr() % 16:
+        size = self.workspace_bytes
+        reasons = buffer_problems("workspace", workspace, size, torch.uint8, self.device)
+        if not reasons and workspace.data_ptr() % 16:
             reasons.append("workspace is not aligned to 16 bytes; allocate it on its own")
         return reasons
 

@@ -7,24 +7,31 @@ waits for a device: what the tensors hold is looked at on the CPU alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
 import torch
 
 from k3backend.common.decode_checks import (
     HEAD_DIM,
     MAX_HEADS,
+    MAX_PLANNED_ITEMS,
     MAX_PLANNED_REQUESTS,
     MAX_Q_LEN,
     cache_problems,
+    integer_problems,
+    not_a_tensor,
     parallel_problems,
     query_problems,
     scale_problems,
     table_problems,
     tensor_problems,
 )
+from k3backend.common.decode_contents import content_problems
 
+TILE_ROWS = 64
+"""Rows of a tile by which the work of a call is counted; no vendor's tiles are more numerous."""
 DtypePair = tuple[torch.dtype, torch.dtype]
 """A query's dtype and its cache's."""
 
@@ -48,9 +55,9 @@ def call_problems(
     q_scale: object,
     k_scale: object,
     q_len: Any,
-    causal: bool,
+    causal: Any,
     causal_lens: Any,
-    cp: object,
+    cp: Any,
     pairs: Sequence[DtypePair],
 ) -> list[str]:
     """Every reason why a decode of these arguments cannot run; empty if it can.
@@ -63,16 +70,12 @@ def call_problems(
     given = {"kv_cache": kv_cache, "block_table": block_table, "seq_lens": seq_lens}
     if causal_lens is not None:
         given["causal_lens"] = causal_lens
-    reasons = [
-        f"{name} is a {type(value).__name__}, expected a torch.Tensor"
-        for name, value in given.items()
-        if not isinstance(value, torch.Tensor)
-    ]
-    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+    reasons = [reason for name, value in given.items() for reason in not_a_tensor(name, value)]
+    tensors = {name: value for name, value in given.items() if not not_a_tensor(name, value)}
     first = next((t for t in (q, *given.values()) if isinstance(t, torch.Tensor)), None)
     device = torch.device("cpu") if first is None else first.device
 
-    tokens = _integer_problems("q_len", q_len, MAX_Q_LEN)
+    tokens = integer_problems("q_len", q_len, MAX_Q_LEN)
     reasons += tokens
     requests = None
     if "seq_lens" in tensors:
@@ -107,15 +110,25 @@ def call_problems(
         reasons += tensor_problems("causal_lens", causal_lens, device, (torch.int32,), shape)
     reasons += parallel_problems(causal_lens, cp, causal)
     reasons += scale_problems(scale, k_scale, q_scale)
-    if not reasons and device.type == "cpu":
-        reasons += _content_problems(kv_cache, block_table, seq_lens)
+    if device.type == "meta":
+        reasons.append("tensors are on the meta device, which holds no data; pass real ones")
+    if not isinstance(causal, (bool, np.bool_)):
+        reasons.append(f"causal is {causal!r}, expected True or False")
+    if not reasons:
+        reasons += content_problems(kv_cache, block_table, seq_lens, causal_lens, cp)
     return reasons
 
 
-def _integer_problems(name: str, value: object, most: int) -> list[str]:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        return [f"{name} is {value!r}, expected an integer from 1 to {most}"]
-    return [] if 1 <= int(value) <= most else [f"{name} is {value}, expected 1 to {most}"]
+def plain_number(value: Any) -> Any:
+    """A number of numpy or another library as Python's own; anything else as it is.
+
+    Kernels are launched with Python's numbers, and a numpy float would lower a product's precision.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value)
 
 
 def _query_shape_problems(q: torch.Tensor, requests: int | None, q_len: int | None) -> list[str]:
@@ -126,7 +139,16 @@ def _query_shape_problems(q: torch.Tensor, requests: int | None, q_len: int | No
         why = f": {requests} requests of q_len {q_len} tokens each"
     reasons = []
     if not 1 <= heads <= MAX_HEADS:
-        reasons.append(f"heads is {heads} (dimension 1 of q), expected 1 to {MAX_HEADS}")
+        reasons.append(
+            f"heads is {heads} (dimension 1 of q), expected 1 to {MAX_HEADS}; decode some at a time"
+        )
+    row_tiles = -(-heads * (q_len or 1) // TILE_ROWS)
+    if requests is not None and requests * row_tiles > MAX_PLANNED_ITEMS:
+        reasons.append(
+            f"seq_lens has {requests} requests of {heads * (q_len or 1)} rows (heads x q_len), "
+            f"{row_tiles} tiles of {TILE_ROWS} each, expected at most {MAX_PLANNED_ITEMS} tiles in "
+            "all; decode in parts"
+        )
     if width != HEAD_DIM or wanted not in ("tokens", str(tokens)):
         reasons.append(f"q has shape {list(q.shape)}, expected [{wanted}, heads, {HEAD_DIM}]{why}")
     return reasons
@@ -151,32 +173,3 @@ def _pair_problems(
         fitting = " or ".join(str(q) for q, kv in pairs if kv == kv_dtype)
         reasons.append(f"q is {q_dtype} over a kv_cache of {kv_dtype}, expected {fitting}")
     return reasons
-
-
-def _content_problems(
-    kv_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor
-) -> list[str]:
-    """Lengths and block numbers that would be read outside of the tensors."""
-    if seq_lens.numel() == 0:
-        return []
-    shortest, longest = int(seq_lens.min()), int(seq_lens.max())
-    if shortest < 0:
-        return [f"seq_lens holds {shortest}, expected lengths of at least 0"]
-    blocks, block_size, _ = kv_cache.shape
-    columns = block_table.shape[1]
-    needed = -(-longest // block_size)
-    if needed > columns:
-        return [
-            f"block_table has {columns} columns, expected at least {needed}: the longest request "
-            f"has {longest} keys in blocks of {block_size}"
-        ]
-    first_keys = torch.arange(needed, device=seq_lens.device) * block_size
-    used = first_keys < seq_lens[:, None]
-    outside = used & ((block_table[:, :needed] < 0) | (block_table[:, :needed] >= blocks))
-    if bool(outside.any()):
-        request, column = (int(at) for at in outside.nonzero()[0])
-        return [
-            f"block_table[{request}, {column}] is {int(block_table[request, column])}, expected a "
-            f"block from 0 to {blocks - 1}: request {request} has {int(seq_lens[request])} keys"
-        ]
-    return []

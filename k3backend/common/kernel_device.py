@@ -6,12 +6,14 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from k3backend.common.decode_checks import device_problems
+from k3backend.common.decode_checks import device_name_problems, device_problems
 from k3backend.common.errors import UnsupportedDecodeError
 
 
 def kernel_device_problems(device: torch.device | str) -> list[str]:
     """Why kernels cannot run on a device; empty if they can."""
+    if device_name_problems(device):
+        return device_name_problems(device)
     found = torch.device(device)
     if found.type == "cpu":
         return device_problems(found)

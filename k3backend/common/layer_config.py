@@ -12,6 +12,14 @@ from k3backend.common.errors import InputError
 from k3backend.common.launch_config import DtypeName
 from k3backend.common.workspace import OwnWorkspace, Workspace
 
+CACHE_DTYPES: dict[str, DtypeName] = {
+    "auto": "bf16",
+    "bfloat16": "bf16",
+    "fp8": "fp8",
+    "fp8_e4m3": "fp8",
+}
+"""vLLM's cache dtypes that the kernels read, and the queries that come with them."""
+
 
 def _no_forward() -> object:
     return None
@@ -57,6 +65,10 @@ class DecodeConfig:
     capturing: Callable[[], bool] = _capturing
 
     def __post_init__(self) -> None:
+        for name in ("forward_context", "interleave", "capturing"):
+            value = getattr(self, name)
+            if not callable(value):
+                raise InputError(f"{name} is {value!r}, expected a function without arguments")
         if self.workspace is None:
             object.__setattr__(self, "workspace", OwnWorkspace(self.device))
 
@@ -71,20 +83,25 @@ def read_config(config: Any) -> DecodeConfig:
     where there is one, ``model_config.max_model_len``.
 
     Raises:
-        InputError: naming the attribute that is missing.
+        InputError: naming the attribute that is missing, or a cache dtype that no kernel reads.
     """
     if isinstance(config, DecodeConfig):
         return config
     speculative = getattr(config, "speculative_config", None)
     drafts = _attribute(speculative, "num_speculative_tokens") if speculative is not None else 0
     parallel = _attribute(config, "parallel_config")
-    cache_dtype = str(getattr(getattr(config, "cache_config", None), "cache_dtype", "fp8"))
+    cache_dtype = getattr(getattr(config, "cache_config", None), "cache_dtype", "fp8")
+    if not isinstance(cache_dtype, str) or cache_dtype not in CACHE_DTYPES:
+        raise InputError(
+            f"cache_config.cache_dtype is {cache_dtype!r}, expected {', '.join(CACHE_DTYPES)}; the "
+            "kernels read no other format"
+        )
     return DecodeConfig(
         max_requests=int(_attribute(_attribute(config, "scheduler_config"), "max_num_seqs")),
         max_q_len=1 + int(drafts or 0),
         device=getattr(getattr(config, "device_config", None), "device", None) or "cuda",
         dcp_size=int(_attribute(parallel, "decode_context_parallel_size")),
-        q_dtype="fp8" if cache_dtype.startswith("fp8") else "bf16",
+        q_dtype=CACHE_DTYPES[cache_dtype],
         max_kv_tokens=int(getattr(getattr(config, "model_config", None), "max_model_len", 0) or 0),
         interleave=lambda: int(_attribute(parallel, "cp_kv_cache_interleave_size")),
     )

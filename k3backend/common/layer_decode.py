@@ -19,7 +19,12 @@ from typing import Any, Protocol
 import torch
 
 from k3backend.common.balanced_mla import BalancedMla, dtype_name
-from k3backend.common.decode_checks import shape_problems
+from k3backend.common.decode_checks import (
+    MAX_HEADS,
+    integer_problems,
+    not_a_tensor,
+    shape_problems,
+)
 from k3backend.common.errors import UnsupportedDecodeError, WorkspaceError
 from k3backend.common.layer_config import DecodeConfig, read_config
 from k3backend.common.query_lengths import read_query_length
@@ -157,6 +162,9 @@ class BalancedDecode(ABC):
             WorkspaceError: the workspace is locked already.
         """
         self.config: DecodeConfig = read_config(config)
+        reasons = integer_problems("num_heads", num_heads, MAX_HEADS)
+        if reasons:
+            raise UnsupportedDecodeError("balanced decode cannot be built", reasons)
         self.heads = num_heads * self.config.dcp_size
         reasons = shape_problems(self.heads, self.config.max_q_len, self.config.max_requests)
         reasons += self.platform_problems()
@@ -206,6 +214,9 @@ class BalancedDecode(ABC):
             UnsupportedDecodeError: with every reason why this step cannot run.
             WorkspaceError: a shape appears for the first time inside graph capture.
         """
+        problems = _protocol_problems(impl, kv_cache, metadata, layer)
+        if problems:
+            raise UnsupportedDecodeError("balanced decode cannot read this step", problems)
         length = read_query_length(metadata)
         causal = bool(getattr(metadata, "causal", True))
         q_len = max(length.tokens, 1)
@@ -232,8 +243,9 @@ class BalancedDecode(ABC):
         world = int(getattr(impl, "dcp_world_size", 1) or 1)
         cp = (world, int(getattr(impl, "dcp_rank", 0)), self.config.interleave())
         causal_lens = None
-        if world > 1 and causal and part.dcp_tot_seq_lens is not None:
-            causal_lens = part.dcp_tot_seq_lens[: length.requests]
+        total = getattr(part, "dcp_tot_seq_lens", None)
+        if world > 1 and causal and total is not None:
+            causal_lens = total[: length.requests]
         q_scale, k_scale = _scales(layer, q, kv_cache)
         forward = self.config.forward_context()
         step = DecodeStep(
@@ -345,6 +357,30 @@ class BalancedDecode(ABC):
             for causal in (True, False):
                 lane.cores[q_len, causal] = self.make_core(q_len, causal)
         return lane
+
+
+def _protocol_problems(impl: object, kv_cache: object, metadata: Any, layer: object) -> list[str]:
+    """What an argument lacks of what a decode reads."""
+    wanted = {
+        "impl": (impl, ("scale",)),
+        "metadata": (metadata, ("num_decodes", "num_decode_tokens", "decode")),
+        "layer": (layer, ("_q_scale_float", "_k_scale_float")),
+    }
+    part = getattr(metadata, "decode", None)
+    if part is not None:
+        wanted["metadata.decode"] = (part, ("block_table", "seq_lens"))
+    reasons = [
+        f"{name} (a {type(owner).__name__}) has no attribute {attribute!r}; see the protocols of "
+        f"{__name__}"
+        for name, (owner, attributes) in wanted.items()
+        for attribute in attributes
+        if not hasattr(owner, attribute)
+    ]
+    reasons += not_a_tensor("kv_cache", kv_cache)
+    if part is not None and not reasons:
+        reasons += not_a_tensor("metadata.decode.block_table", part.block_table)
+        reasons += not_a_tensor("metadata.decode.seq_lens", part.seq_lens)
+    return reasons
 
 
 def _identity(tensor: torch.Tensor) -> tuple[object, ...]:

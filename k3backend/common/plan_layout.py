@@ -13,11 +13,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from k3backend.common.decode_checks import most_planned_requests, shape_problems
+from k3backend.common.decode_checks import (
+    device_name_problems,
+    integer_problems,
+    most_planned_requests,
+    shape_problems,
+)
 from k3backend.common.errors import UnsupportedDecodeError
 from k3backend.common.launch_config import VALUE_DIM, LaunchConfig
 from k3backend.common.split_plan import WORK_FIELDS, SplitCost, max_items, max_slots
 
+MAX_WORKERS = 8192
+"""Workers of a plan: the device planner holds one in registers, as it does an item."""
 ALIGNMENT = 8
 """int32 entries: every part of a buffer starts at a multiple, which keeps loads wide."""
 
@@ -66,6 +73,26 @@ class PlanLayout:
     workspace_bytes: int
 
 
+def require_shape(
+    heads: object,
+    q_len: object,
+    max_requests: object,
+    workers: object = None,
+    device: object = "cpu",
+) -> None:
+    """Refuse a shape before anything is computed from it; ``workers`` may be None.
+
+    Raises:
+        UnsupportedDecodeError: with every limit that is broken.
+    """
+    reasons = shape_problems(heads, q_len, max_requests)
+    if workers is not None:
+        reasons += integer_problems("workers", workers, MAX_WORKERS)
+    reasons += device_name_problems(device)
+    if reasons:
+        raise UnsupportedDecodeError("balanced MLA decode cannot be built", reasons)
+
+
 def plan_layout(
     heads: int, q_len: int, max_requests: int, workers: int, configs: Iterable[LaunchConfig]
 ) -> PlanLayout:
@@ -75,17 +102,13 @@ def plan_layout(
         UnsupportedDecodeError: with every limit of ``heads``, ``q_len``, ``max_requests`` and
             ``workers`` that is broken.
     """
-    reasons = shape_problems(heads, q_len, max_requests)
-    if workers < 1:
-        reasons.append(f"workers is {workers}; give at least 1")
-    if reasons:
-        raise UnsupportedDecodeError("balanced MLA decode cannot be built", reasons)
+    require_shape(heads, q_len, max_requests, workers)
     rows = heads * q_len
     parts: list[PlanPart] = []
     counts_len = work_len = workspace_bytes = 0
     for config in {config.row_groups: config for config in configs}.values():
         row_tiles, slot_rows = config.row_tiles(rows), config.slot_rows(rows)
-        most = most_planned_requests(heads, q_len, row_tiles)
+        most = most_planned_requests(row_tiles)
         if max_requests > most:
             raise UnsupportedDecodeError(
                 "balanced MLA decode cannot be built",

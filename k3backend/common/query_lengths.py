@@ -83,6 +83,12 @@ def _from_starts(starts: list[int], requests: int, tokens: int) -> QueryLength:
     if len(lengths) != requests:
         problem = f"query start positions cover {len(lengths)} requests, expected {requests}"
         return QueryLength(longest, real, (problem,))
+    if starts and starts[0] != 0:
+        problem = (
+            f"query start positions begin at {starts[0]}, expected 0; the requests that decode "
+            "come first in a step"
+        )
+        return QueryLength(longest, real, (problem,))
     if any(length != longest for length in lengths[:real]) or sum(lengths) != tokens:
         return QueryLength(longest, real, (_not_uniform(requests, tokens, longest),))
     return QueryLength(longest, real)

@@ -19,7 +19,7 @@ from k3backend.common.balanced_mla import BalancedMla
 from k3backend.common.decode_checks import most_planned_requests, shape_problems
 from k3backend.common.kernel_device import kernel_device_problems, require_gpu
 from k3backend.common.launch_config import DtypeName, LaunchConfig
-from k3backend.common.plan_layout import PlanLayout, plan_layout
+from k3backend.common.plan_layout import PlanLayout, plan_layout, require_shape
 from k3backend.nvidia.launch_config import decode_launch
 
 INTERPRETER_WORKERS = 8
@@ -49,8 +49,10 @@ def supports(heads: int, q_len: int, device: torch.device | str = "cuda") -> boo
 
 def max_planned_requests(heads: int, q_len: int) -> int:
     """Most requests that one launch plans: 1,024, fewer for thousands of rows, 0 for bad shapes."""
-    rows = max(heads * q_len, 1)
-    return most_planned_requests(heads, q_len, decode_launch(rows).row_tiles(rows))
+    if shape_problems(heads, q_len):
+        return 0
+    rows = heads * q_len
+    return most_planned_requests(decode_launch(rows).row_tiles(rows))
 
 
 def max_active_workers(device: torch.device | str | None = None) -> int:
@@ -88,6 +90,7 @@ def workspace_bytes(heads: int, q_len: int, max_requests: int, workers: int | No
 
 
 def _layout(heads: int, q_len: int, max_requests: int, workers: int | None) -> PlanLayout:
+    require_shape(heads, q_len, max_requests, workers)
     workers = max_active_workers() if workers is None else workers
     return plan_layout(heads, q_len, max_requests, workers, [decode_launch(heads * q_len)])
 
@@ -109,6 +112,7 @@ class KvBalancedMla(BalancedMla):
         q_dtype: DtypeName | None = None,
     ) -> None:
         """See `BalancedMla`; ``workers`` None is ``max_active_workers(device)``."""
+        require_shape(heads, q_len, max_requests, workers, device)
         self._capability = capability(device)
         super().__init__(
             heads,

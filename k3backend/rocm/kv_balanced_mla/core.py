@@ -14,7 +14,7 @@ from k3backend.common.balanced_mla import BalancedMla
 from k3backend.common.decode_checks import most_planned_requests, shape_problems
 from k3backend.common.kernel_device import kernel_device_problems, require_gpu
 from k3backend.common.launch_config import DtypeName, LaunchConfig
-from k3backend.common.plan_layout import PlanLayout, plan_layout
+from k3backend.common.plan_layout import PlanLayout, plan_layout, require_shape
 from k3backend.rocm.aiter_capabilities import ARCHS
 from k3backend.rocm.launch_config import decode_launch, workgroups_per_cu
 
@@ -47,9 +47,11 @@ def supports(heads: int, q_len: int, device: torch.device | str = "cuda") -> boo
 
 def max_planned_requests(heads: int, q_len: int) -> int:
     """Most requests that one launch plans: 1,024, fewer for thousands of rows, 0 for bad shapes."""
-    rows = max(heads * q_len, 1)
+    if shape_problems(heads, q_len):
+        return 0
+    rows = heads * q_len
     row_tiles = [config.row_tiles(rows) for arch in ARCHS for config in _configs(rows, arch)]
-    return most_planned_requests(heads, q_len, max(row_tiles))
+    return most_planned_requests(max(row_tiles))
 
 
 def max_active_workers(
@@ -101,8 +103,9 @@ def workspace_bytes(heads: int, q_len: int, max_requests: int, workers: int | No
 def _layouts(
     heads: int, q_len: int, max_requests: int, workers: int | None
 ) -> Iterator[PlanLayout]:
+    require_shape(heads, q_len, max_requests, workers)
     rows = heads * q_len
-    workers = max_active_workers(None, max(rows, 1)) if workers is None else workers
+    workers = max_active_workers(None, rows) if workers is None else workers
     for arch in ARCHS:
         yield plan_layout(heads, q_len, max_requests, workers, _configs(rows, arch))
 
@@ -134,6 +137,7 @@ class KvBalancedMla(BalancedMla):
             workers: None is ``max_active_workers`` of the device and shape.
             arch: None is the device's; the interpreter also plays "gfx942".
         """
+        require_shape(heads, q_len, max_requests, workers, device)
         self.arch = gpu_arch(device) if arch is None else arch
         super().__init__(
             heads,
