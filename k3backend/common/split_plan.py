@@ -71,6 +71,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -85,6 +86,12 @@ MAX_KV_TOKENS = 2**31 - 1
 MAX_COST_TILES = 1024
 MAX_TOTAL_TILES = 2**28
 """Tiles of all items together, so that the device planner's sums of quarters fit 32 bits."""
+MAX_TILE_TOKENS = 2**31 - 1
+MAX_WORKERS = 2**16
+MAX_ROW_TILES = 2**16
+MAX_ITEMS = 2**17
+"""Requests x row tiles of one plan, empty requests included: 1,024 requests of 128 heads and 64
+tokens in tiles of 64 rows, the largest shape that any decode here takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,35 +144,56 @@ class SplitCost:
             kv_token_bytes: bytes of one KV token, 576 for fp8, 1,152 for bf16.
             query_element_bytes: bytes of one of the 576 query elements of a row.
             tile_tokens: KV tokens of a tile.
-            latency_tiles: time before the first tile arrives, in tiles.
+            latency_tiles: time before the first tile arrives, in tiles; 0 to MAX_COST_TILES.
+
+        Raises:
+            InputError: an argument other than ``latency_tiles`` is no integer from 1 to 2^31 - 1,
+                or the costs are above MAX_COST_TILES.
         """
-        for name, value in (
-            ("rows", rows),
-            ("kv_token_bytes", kv_token_bytes),
-            ("query_element_bytes", query_element_bytes),
-            ("tile_tokens", tile_tokens),
+        rows = _integer("rows", rows, 2**31 - 1)
+        kv_token_bytes = _integer("kv_token_bytes", kv_token_bytes, 2**31 - 1)
+        query_element_bytes = _integer("query_element_bytes", query_element_bytes, 2**31 - 1)
+        tile_tokens = _integer("tile_tokens", tile_tokens, MAX_TILE_TOKENS)
+        if (
+            isinstance(latency_tiles, bool)
+            or not isinstance(latency_tiles, Real)
+            or not 0 <= latency_tiles <= MAX_COST_TILES
         ):
-            if value < 1:
-                raise InputError(f"{name}: expected at least 1, got {value!r}")
+            raise InputError(
+                f"latency_tiles: expected a number from 0 to {MAX_COST_TILES}, got "
+                f"{latency_tiles!r}; give the latency in times of one tile"
+            )
         tile_bytes = kv_token_bytes * tile_tokens
         output = rows * 512 * 2 / tile_bytes
         partial = rows * 513 * 4 / tile_bytes
         query = rows * 576 * query_element_bytes / tile_bytes
-        return cls(
-            piece_tiles=round((query + output + latency_tiles) * QUARTERS) / QUARTERS,
-            split_tiles=round(2 * partial * QUARTERS) / QUARTERS,
-        )
+        piece_tiles = round((query + output + float(latency_tiles)) * QUARTERS) / QUARTERS
+        split_tiles = round(2 * partial * QUARTERS) / QUARTERS
+        if max(piece_tiles, split_tiles) > MAX_COST_TILES:
+            raise InputError(
+                f"rows: expected a piece to cost at most {MAX_COST_TILES} tiles, got {rows} rows "
+                f"that cost {max(piece_tiles, split_tiles):.0f} ({query_element_bytes} bytes per "
+                f"query element, tiles of {tile_bytes} bytes); use more row tiles of fewer rows"
+            )
+        return cls(piece_tiles=piece_tiles, split_tiles=split_tiles)
 
 
 def max_items(requests: int, row_tiles: int, workers: int) -> int:
-    """Rows that ``work`` needs for any lengths of this shape (proof in the module docstring)."""
-    _check_counts(requests=requests, row_tiles=row_tiles, num_workers=workers)
+    """Rows that ``work`` needs for any lengths of this shape (proof in the module docstring).
+
+    Raises:
+        InputError: ``requests`` is no integer of at least 0, or another one of at least 1.
+    """
+    requests = _integer("requests", requests, least=0)
+    row_tiles = _integer("row_tiles", row_tiles)
+    workers = _integer("workers", workers)
     return requests * row_tiles + workers - 1 if requests else 0
 
 
 def max_slots(requests: int, row_tiles: int, workers: int) -> int:
-    """Partial slots that any lengths of this shape need."""
-    return min(2 * (workers - 1), max_items(requests, row_tiles, workers))
+    """Partial slots that any lengths of this shape need. Raises what `max_items` raises."""
+    items = max_items(requests, row_tiles, workers)
+    return min(2 * (int(workers) - 1), items)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,19 +260,27 @@ def plan_splits(
 
     Args:
         kv_lens: integers [requests], KV tokens of each request: a sequence, numpy array or tensor.
-        row_tiles: row tiles of each request.
-        num_workers: persistent workgroups that will run the plan.
-        tile_tokens: KV tokens of a tile.
+            0 to MAX_KV_TOKENS each; at most MAX_TOTAL_TILES tiles over all items.
+        row_tiles: row tiles of each request, 1 to MAX_ROW_TILES; at most MAX_ITEMS over all
+            requests, empty ones included.
+        num_workers: persistent workgroups that will run the plan, 1 to MAX_WORKERS.
+        tile_tokens: KV tokens of a tile, 1 to MAX_TILE_TOKENS.
         cost: cost of pieces; None is ``SplitCost()``.
 
     Raises:
-        ShapeError: ``kv_lens`` is not one-dimensional or not of integers.
-        InputError: another argument is out of range.
+        ShapeError: ``kv_lens`` is not one-dimensional or not of integers, or a tensor without
+            plain memory.
+        InputError: an argument is out of range.
     """
     lens = _lengths(kv_lens)
-    _check_counts(
-        requests=len(lens), row_tiles=row_tiles, num_workers=num_workers, tile_tokens=tile_tokens
-    )
+    row_tiles = _integer("row_tiles", row_tiles, MAX_ROW_TILES)
+    num_workers = _integer("num_workers", num_workers, MAX_WORKERS)
+    tile_tokens = _integer("tile_tokens", tile_tokens, MAX_TILE_TOKENS)
+    if len(lens) * row_tiles > MAX_ITEMS:
+        raise InputError(
+            f"row_tiles: expected at most {MAX_ITEMS} row tiles over all requests, got "
+            f"{row_tiles} for each of {len(lens)} requests; plan fewer requests at a time"
+        )
     tiles = -(-lens // tile_tokens)
     if int(tiles.sum()) * row_tiles > MAX_TOTAL_TILES:
         raise InputError(
@@ -299,8 +335,14 @@ def xcd_order(num_workers: int, num_xcds: int = 8, row_tiles: int = 1) -> npt.ND
     plan puts pieces that read the same KV (the row tiles of one request) on neighbouring workers,
     heads in whole groups of ``row_tiles`` from worker 0 on. This order gives every XCD a run of
     neighbours, cut to whole groups; the workers that are over come last.
+
+    Raises:
+        InputError: ``num_workers`` or ``num_xcds`` is no integer from 1 to MAX_WORKERS, or
+            ``row_tiles`` none from 1 to MAX_ROW_TILES.
     """
-    _check_counts(num_workers=num_workers, num_xcds=num_xcds, row_tiles=row_tiles)
+    num_workers = _integer("num_workers", num_workers, MAX_WORKERS)
+    num_xcds = _integer("num_xcds", num_xcds, MAX_WORKERS)
+    row_tiles = _integer("row_tiles", row_tiles, MAX_ROW_TILES)
     order = np.empty(num_workers, dtype=np.int32)
     over = []
     worker = 0
@@ -314,29 +356,85 @@ def xcd_order(num_workers: int, num_xcds: int = 8, row_tiles: int = 1) -> npt.ND
     return order
 
 
-def _check_counts(*, requests: int = 0, **counts: int) -> None:
-    for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-            raise InputError(f"{name}: expected an integer of at least 1, got {value!r}")
-    if requests < 0:
-        raise InputError(f"requests: expected at least 0, got {requests!r}")
+_REMEDIES = {
+    "requests": "give the number of requests of a step",
+    "row_tiles": "give the row tiles of one request",
+    "num_workers": "give the persistent workgroups of one launch",
+    "workers": "give the persistent workgroups of one launch",
+    "num_xcds": "give the XCDs of one GPU",
+    "tile_tokens": "give the KV tokens of one tile",
+    "rows": "give the query rows of one row tile",
+    "kv_token_bytes": "give the bytes of one KV token, such as 576",
+    "query_element_bytes": "give the bytes of one query element, such as 1 or 2",
+}
+_TENSOR_TYPES = {f"torch.{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+_WHAT_LENGTHS_ARE = "kv_lens: expected integers of shape [requests]"
+_ONE_EACH = "pass one KV length per request"
+
+
+def _integer(name: str, value: object, most: int | None = None, least: int = 1) -> int:
+    """``value`` as a plain int: numpy's integers have few bits and would wrap or overflow."""
+    if not isinstance(value, bool) and isinstance(value, Integral):
+        number = int(value)
+        if least <= number and (most is None or number <= most):
+            return number
+    span = f"of at least {least}" if most is None else f"from {least} to {most}"
+    raise InputError(f"{name}: expected an integer {span}, got {value!r}; {_REMEDIES[name]}")
 
 
 def _lengths(kv_lens: Any) -> IntArray:
     """The lengths as int64 [requests], without importing torch: a tensor is asked for its copy."""
-    if hasattr(kv_lens, "detach"):
-        kv_lens = kv_lens.detach().cpu().numpy()
-    values = np.asarray(kv_lens)
+    values = _tensor_array(kv_lens) if hasattr(kv_lens, "detach") else _plain_array(kv_lens)
     if values.size == 0:
         values = values.astype(np.int64)
     if values.ndim != 1 or values.dtype.kind not in "iu":
         raise ShapeError(
-            f"kv_lens: expected integers of shape [requests], got shape {list(values.shape)} of "
-            f"{values.dtype}; pass one KV length per request"
+            f"{_WHAT_LENGTHS_ARE}, got shape {list(values.shape)} of {values.dtype}; {_ONE_EACH}"
         )
     if values.size and (values.min() < 0 or values.max() > MAX_KV_TOKENS):
         bad = int(np.flatnonzero((values < 0) | (values > MAX_KV_TOKENS))[0])
-        raise InputError(
-            f"kv_lens: expected 0 to {MAX_KV_TOKENS} tokens, got {values[bad]} for request {bad}"
-        )
+        raise _out_of_range(bad, int(values[bad]))
     return values.astype(np.int64)
+
+
+def _tensor_array(tensor: Any) -> npt.NDArray[Any]:
+    """A tensor's copy on the host. Asked for before torch fails in its own words."""
+    if tensor.is_meta or tensor.is_nested or str(tensor.layout) != "torch.strided":
+        kind = "nested" if tensor.is_nested else f"{tensor.layout} on {tensor.device}"
+        raise ShapeError(
+            f"{_WHAT_LENGTHS_ARE}, got a tensor without plain memory ({kind}); pass a dense tensor "
+            "that holds the lengths"
+        )
+    shape = tuple(tensor.shape)
+    if tensor.numel() == 0:
+        return np.zeros(shape, dtype=np.int64)
+    if str(tensor.dtype) not in _TENSOR_TYPES:
+        raise ShapeError(
+            f"{_WHAT_LENGTHS_ARE}, got shape {list(shape)} of {tensor.dtype}; convert the lengths "
+            "to int32"
+        )
+    return np.asarray(tensor.detach().cpu().numpy())
+
+
+def _plain_array(values: Any) -> npt.NDArray[Any]:
+    """A sequence or array as numpy sees it."""
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise ShapeError(
+            f"{_WHAT_LENGTHS_ARE}, got a {type(values).__name__} that is no array ({error}); "
+            f"{_ONE_EACH}"
+        ) from error
+    if array.dtype.kind not in "iu" and isinstance(values, (list, tuple)):
+        # Integers beyond 64 bits become objects, or floats beside a negative one.
+        for request, value in enumerate(values):
+            if isinstance(value, Integral) and not -(2**63) <= int(value) < 2**63:
+                raise _out_of_range(request, int(value))
+    return array
+
+
+def _out_of_range(request: int, length: int) -> InputError:
+    return InputError(
+        f"kv_lens: expected 0 to {MAX_KV_TOKENS} tokens, got {length} for request {request}; pass "
+        "the KV tokens that the request has"
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -194,13 +196,132 @@ def test_most_kv_is_read_on_one_xcd(row_tiles: int) -> None:
         ({"kv_lens": [1], "num_workers": 0}, InputError, "num_workers: .* got 0"),
         ({"kv_lens": [1], "tile_tokens": -64}, InputError, "tile_tokens: .* got -64"),
         ({"kv_lens": [1], "cost": 1.25}, InputError, "cost: expected a SplitCost"),
+        ({"kv_lens": [[1], [1, 2]]}, ShapeError, r"kv_lens: .* got a list .* pass one KV length"),
+        ({"kv_lens": [1, None]}, ShapeError, "kv_lens: .* object; pass one"),
+        ({"kv_lens": None}, ShapeError, r"kv_lens: .* got shape \[\] of object; pass one"),
+        ({"kv_lens": [3, 2**63]}, InputError, f"kv_lens: .* got {2**63} for request 1; pass"),
+        ({"kv_lens": [2**63, -1]}, InputError, f"kv_lens: .* got {2**63} for request 0; pass"),
+        ({"kv_lens": [-(2**99)]}, InputError, f"kv_lens: .* got -{2**99} for request 0; pass"),
+        (
+            {"kv_lens": [1], "tile_tokens": 10**30},
+            InputError,
+            f"tile_tokens: .* 1 to 2147483647, got {10**30}; give the KV tokens of one tile",
+        ),
+        (
+            {"kv_lens": [0], "row_tiles": 10**12},
+            InputError,
+            f"row_tiles: .* 1 to 65536, got {10**12}; give the row tiles of one request",
+        ),
+        (
+            {"kv_lens": [1], "num_workers": 10**30},
+            InputError,
+            f"num_workers: .* 1 to 65536, got {10**30}; give the persistent workgroups",
+        ),
+        (
+            {"kv_lens": [0] * 3, "row_tiles": 65536},
+            InputError,
+            "row_tiles: .* at most 131072 .* got 65536 for each of 3 requests; plan fewer",
+        ),
+        ({"kv_lens": [1], "row_tiles": True}, InputError, "row_tiles: .* got True"),
+        ({"kv_lens": [1], "num_workers": "8"}, InputError, "num_workers: .* got '8'"),
     ],
 )
 def test_errors_name_the_argument(
     arguments: dict[str, object], error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=f"^{message}"):
         plan_splits(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "message"),
+    [
+        (torch.bfloat16, "cpu", r"got shape \[3\] of torch.bfloat16; convert .* to int32"),
+        (torch.float8_e4m3fn, "cpu", "of torch.float8_e4m3fn; convert .* to int32"),
+        (torch.float32, "cpu", "of torch.float32; convert .* to int32"),
+        (torch.bool, "cpu", "of torch.bool; convert .* to int32"),
+        (torch.int32, "meta", "without plain memory .*meta.*; pass a dense tensor"),
+    ],
+)
+def test_tensors_that_hold_no_lengths_are_named(
+    dtype: torch.dtype, device: str, message: str
+) -> None:
+    lens = torch.zeros(3, dtype=torch.int32, device=device).to(dtype)
+    with pytest.raises(ShapeError, match=f"^kv_lens: expected integers of .*{message}"):
+        plan_splits(lens)
+
+
+def test_a_sparse_tensor_of_lengths_is_named() -> None:
+    with pytest.raises(ShapeError, match=r"^kv_lens: .* without plain memory .*sparse"):
+        plan_splits(torch.tensor([0, 5, 0]).to_sparse())
+
+
+def test_no_requests_are_an_empty_plan_whatever_holds_them() -> None:
+    for lens in ([], np.zeros(0), torch.tensor([]), torch.zeros(0, dtype=torch.bfloat16)):
+        assert plan_splits(lens, 2, 4).worker_indptr.tolist() == [0] * 5
+    with pytest.raises(ShapeError, match=r"kv_lens: .* got shape \[0, 3\]"):
+        plan_splits(torch.zeros(0, 3, dtype=torch.int32))
+
+
+def test_integers_of_numpy_plan_what_plain_ones_plan() -> None:
+    lens = [100_000] * 3
+    plan = plan_splits(lens, np.int8(3), np.int8(5), np.uint8(64))
+    plain = plan_splits(lens, 3, 5, 64)
+    for left, right in zip(plan, plain, strict=True):
+        assert left.tobytes() == right.tobytes()
+    assert (plan.makespan_tiles, plan.num_slots) == (plain.makespan_tiles, plain.num_slots)
+    assert type(plan.row_tiles) is type(plan.num_workers) is type(plan.tile_tokens) is int
+    assert max_items(np.int8(100), np.int8(6), np.int8(127)) == 726
+    assert max_slots(np.int8(100), np.int8(6), np.int8(127)) == 252
+    assert xcd_order(np.int8(127), np.int8(8), np.int8(2)).tolist() == xcd_order(127, 8, 2).tolist()
+    wide = SplitCost.derived(np.int8(12), kv_token_bytes=np.int16(576), tile_tokens=np.int8(64))
+    assert wide == SplitCost.derived(12)
+
+
+def test_plans_at_the_ends_of_the_ranges() -> None:
+    split_plans.check_plan(plan_splits([2**31 - 1, 1, 0], 2, 3, 2**31 - 1), [2**31 - 1, 1, 0])
+    most = plan_splits([5, 0], 65536, 1)
+    assert most.counts.tolist() == [1] * 65536 + [0] * 65536
+    wide = plan_splits([2**31 - 1], 1, 65536)
+    assert wide.makespan_tiles == 2**25 / 2**16 + 2.5
+
+
+@pytest.mark.parametrize("function", [max_items, max_slots])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("a", 1, 1), "requests: expected an integer of at least 0, got 'a'; give the number"),
+        ((1.5, 1, 1), "requests: .* got 1.5; give"),
+        ((-1, 1, 1), "requests: .* got -1; give"),
+        ((1, 0, 1), "row_tiles: expected an integer of at least 1, got 0; give"),
+        ((1, None, 1), "row_tiles: .* got None; give"),
+        ((1, 1, 0), "workers: .* got 0; give"),
+        ((1, 1, "b"), "workers: .* got 'b'; give"),
+        ((1, 1, 2.0), "workers: .* got 2.0; give"),
+    ],
+)
+def test_capacities_refuse_nonsense(
+    function: Callable[..., int], arguments: tuple[object, ...], message: str
+) -> None:
+    with pytest.raises(InputError, match=f"^{message}"):
+        function(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("a",), "num_workers: expected an integer from 1 to 65536, got 'a'; give"),
+        ((8.0,), "num_workers: .* got 8.0; give"),
+        ((10**30,), f"num_workers: .* got {10**30}; give"),
+        ((8, 0), "num_xcds: .* got 0; give the XCDs of one GPU"),
+        ((8, 10**30), f"num_xcds: .* got {10**30}; give"),
+        ((8, 8, -1), "row_tiles: .* got -1; give"),
+        ((8, 8, 10**30), f"row_tiles: .* got {10**30}; give"),
+    ],
+)
+def test_orders_refuse_nonsense(arguments: tuple[object, ...], message: str) -> None:
+    with pytest.raises(InputError, match=f"^{message}"):
+        xcd_order(*arguments)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [-1, 1.1, float("nan"), float("inf"), "1", 5000])
@@ -211,6 +332,27 @@ def test_costs_are_quarters_of_a_tile(value: object) -> None:
         SplitCost(split_tiles=value)  # type: ignore[arg-type]
 
 
-def test_derived_costs_refuse_nonsense() -> None:
-    with pytest.raises(InputError, match="rows: expected at least 1, got 0"):
-        SplitCost.derived(0)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rows": 0}, "rows: expected an integer from 1 to 2147483647, got 0; give the query rows"),
+        ({"rows": "a"}, "rows: .* got 'a'; give"),
+        ({"rows": float("nan")}, "rows: .* got nan; give"),
+        ({"rows": 12.0}, "rows: .* got 12.0; give"),
+        ({"rows": 10**400}, "rows: .* got 1000.*; give"),
+        (
+            {"rows": 10**6},
+            "rows: .* 1024 tiles, got 1000000 rows that cost 111328 .*; use more row",
+        ),
+        ({"rows": 12, "kv_token_bytes": 576.0}, "kv_token_bytes: .* got 576.0; give"),
+        ({"rows": 12, "query_element_bytes": 0}, "query_element_bytes: .* got 0; give"),
+        ({"rows": 12, "tile_tokens": None}, "tile_tokens: .* got None; give"),
+        ({"rows": 12, "latency_tiles": "a"}, "latency_tiles: .* 0 to 1024, got 'a'; give"),
+        ({"rows": 12, "latency_tiles": float("nan")}, "latency_tiles: .* got nan; give"),
+        ({"rows": 12, "latency_tiles": -1}, "latency_tiles: .* got -1; give"),
+        ({"rows": 12, "latency_tiles": 10**400}, "latency_tiles: .* got 1000.*; give"),
+    ],
+)
+def test_derived_costs_refuse_nonsense(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=f"^{message}"):
+        SplitCost.derived(**arguments)  # type: ignore[arg-type]
