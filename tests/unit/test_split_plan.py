@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from k3backend.common.split_plan import (
     plan_splits,
     xcd_order,
 )
+from k3backend.nvidia.kv_balanced_mla.core import workspace_bytes
 from tests.helpers import split_plans
 
 
@@ -356,3 +359,16 @@ def test_costs_are_quarters_of_a_tile(value: object) -> None:
 def test_derived_costs_refuse_nonsense(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=f"^{message}"):
         SplitCost.derived(**arguments)  # type: ignore[arg-type]
+
+
+def test_the_document_counts_the_bytes_of_nvidias_slots() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "split_plan.md").read_text(encoding="utf-8")
+    section = text[text.index("## Memory for partial results") :]
+    size = re.search(r"a slot is (\d+) rows\s+of (\d+)\s+float32", section)
+    assert size is not None
+    rows = re.findall(r"^\| (\d+) \| (\d+) \| ([\d,]+) \|$", section, re.MULTILINE)
+    assert [int(workers) for workers, *_ in rows] == list(split_plans.WORKERS)
+    for workers, slots, total in rows:
+        assert int(slots) == 2 * (int(workers) - 1)
+        assert int(total.replace(",", "")) == int(slots) * int(size[1]) * int(size[2]) * 4
+        assert int(total.replace(",", "")) == workspace_bytes(12, 8, 256, int(workers))
