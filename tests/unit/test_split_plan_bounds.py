@@ -9,7 +9,14 @@ from collections.abc import Iterator
 import pytest
 
 from tests.helpers import split_plans
-from tools.check_split_plan_bounds import Outcome, outcome, random_windows, summary
+from tools.check_split_plan_bounds import (
+    Outcome,
+    main,
+    outcome,
+    random_batches,
+    random_windows,
+    summary,
+)
 
 PIECE = SPLIT = 1.25
 
@@ -72,11 +79,14 @@ def test_windows_are_counted_by_what_is_provable() -> None:
     kept = Outcome("a", 132, 1, 102.0, 100.0, -1.0, 100.0, True)
     optimal = Outcome("b", 132, 1, 21.0, 20.0, -1.25, 21.0, True)
     missed = Outcome("c", 132, 6, 106.0, 100.0, 3.0, 101.0, True)
-    short = Outcome("d", 132, 6, 9.0, 8.0, -1.25, 8.5, False)
+    short = Outcome("d", 127, 6, 9.0, 8.0, -1.25, 8.5, False)
     lines = summary([kept, optimal, missed, short]).splitlines()
-    counts = [int(line.split(": ")[1].split(",")[0]) for line in lines]
-    assert counts == [4, 3, 1, 1, 1, 1]
+    assert lines[0].startswith("plans: 4, ")
     assert lines[0].endswith(": 1")
+    # 106 is 3 tiles above 103; the plan on few workers keeps the first figure.
+    assert lines[1:3] == ["  by at most: 3.00 tiles, 2.9 %", "  on 128 workers or more: 1 of 3"]
+    counts = [int(line.split(": ")[1].split(",")[0]) for line in lines[3:]]
+    assert counts == [3, 1, 1, 1, 1]
     assert "1.050" in lines[-1]
 
 
@@ -85,3 +95,52 @@ def test_random_windows_are_seeded_and_stay_near_the_first_figure() -> None:
     windows = list(random_windows(150))
     assert windows == list(random_windows(150))
     assert all(outcome(*window).over <= 0.75 for window in windows)
+
+
+def test_random_batches_are_seeded() -> None:
+    batches = list(random_batches(150))
+    assert batches == list(random_batches(150))
+    assert batches != list(random_batches(150, seed=2))
+
+
+def test_random_batches_cover_what_they_say() -> None:
+    batches = list(random_batches(400))
+    assert {row_tiles for _, _, row_tiles, _ in batches} == set(range(1, 9))
+    workers = [workers for *_, workers in batches]
+    assert min(workers) == 1
+    assert 400 < max(workers) <= 512
+    requests = [len(lens) for _, lens, *_ in batches]
+    assert min(requests) == 1
+    assert 200 < max(requests) <= 256
+    assert all(length >= 1 for _, lens, *_ in batches for length in lens)
+    assert 2**19 < max(length for _, lens, *_ in batches for length in lens) <= 2**20
+    # Half of a uniform batch is above half its longest; of a log-uniform one much less is.
+    medians: dict[str, list[float]] = {"uniform": [], "log-uniform": []}
+    for name, lens, *_ in batches:
+        if len(lens) > 30:
+            kind, longest = name.split()[3], int(name.split()[-1])
+            medians[kind].append(sorted(lens)[len(lens) // 2] / longest)
+    assert min(medians["uniform"]) > 0.25
+    assert sorted(medians["log-uniform"])[len(medians["log-uniform"]) // 2] < 0.125
+
+
+def test_the_random_options_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        (["--random", "0"], "--random is 0, expected at least 1"),
+        (["--windows", "-2"], "--windows is -2, expected at least 1"),
+        (["--random", "3", "--windows", "3"], "not allowed with argument"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            main(arguments)
+        assert end.value.code == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_random_batch_that_misses_is_shown_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first of the 139 among 5,000; docs/split_plan.md has the run."""
+    assert main(["--random", "5"]) == 0
+    assert capsys.readouterr().out.startswith("plans: 5, of which above")
+    assert main(["--random", "214"]) == 1
+    text = capsys.readouterr().out
+    assert "LB + 2.25 tiles): 1\n" in text
+    assert "no. 213: 2 uniform to 87844" in text
