@@ -39,7 +39,7 @@ COMPILE_SHARE = 0.7
 """Of the budget, after which nothing is compiled ahead: timings compile what they need."""
 CHECK_S, COMPILE_S, TIMING_S = 150.0, 150.0, 120.0
 """Seconds of one entry, compilations included, before its process is taken for hung."""
-MAX_JOBS = 8
+MAX_JOBS = 12
 
 
 class Record:
@@ -100,7 +100,7 @@ def _run(argv: list[str]) -> int:
     add("--budget", type=_seconds, default=DEFAULT_BUDGET_S, metavar="S", help="seconds; 540")
     add("--json", metavar="FILE", help="write the result there, renewed after every entry")
     add("--only", choices=("correctness", "speed"), help="one of the two parts")
-    add("--jobs", type=_jobs, default=None, metavar="N", help="processes that check; half the CPUs")
+    add("--jobs", type=_jobs, default=None, metavar="N", help="processes that check; of 4 CPUs 3")
     add("--dry-run", action="store_true", help="list what would run")
     add("--interpret", action="store_true", help="tiny checks in Triton's interpreter, on the CPU")
     args = parser.parse_args(argv)
@@ -115,7 +115,7 @@ def _run(argv: list[str]) -> int:
         os.environ["TRITON_INTERPRET"] = "1"
         return run(record, gpu_bench.open_interpreter, gpu_bench.tiny_names(), "correctness", 1)
     gpu_bench.require_gpu()
-    jobs = args.jobs or min(MAX_JOBS, max(1, (os.cpu_count() or 2) // 2))
+    jobs = args.jobs or min(MAX_JOBS, max(1, (os.cpu_count() or 2) * 3 // 4))
     return run(record, gpu_bench.open_gpu, gpu_bench.gpu_names(), args.only, jobs)
 
 

@@ -1,7 +1,7 @@
 """Correctness of the kernels on a device, on hostile inputs, against float64. For gpu_check.py.
 
 The cases and both error bounds are those of tests/helpers/decode_cases.py: what must not be read is
-NaN or -1, scratch and outputs start full of NaN. One bound is wider on Hopper, see `lse_slack`.
+NaN or -1, scratch and outputs start full of NaN. One bound is wider on a GPU, see `lse_slack`.
 """
 
 from __future__ import annotations
@@ -159,36 +159,47 @@ def _decode_check(device: Device, name: str, case: Case) -> Check:
 
 
 def lse_slack(device: Device, inputs: Inputs) -> float:
-    """What the scores of fp8 keys may be off on a device, in log2 units; 0 where sums are float32.
+    """What a GPU's scores may be off, in log2 units, beyond what torch's float32 is; 0 on the CPU.
 
-    Hopper's fp8 matrix instructions shift the 32 products of a step and the sum so far to the
-    largest of these 33 and keep 13 bits behind its leading one (reported by SageAttention2 and
-    DeepSeek-V3). Each of them loses less than one unit of that place. Whichever way they are cut,
-    the mean is at most half a unit each, and six deviations (a unit / sqrt(12) each, all steps
-    together) beyond it are not reached. Outputs need no such slack: rounding of the probabilities
-    is larger, and it is bounded.
+    A matrix unit adds some products to the sum so far in one step and may cut the result to float32
+    instead of rounding it: a unit of the last of 24 places of the largest sum per step, of 16
+    products or more. Hopper's fp8 unit shifts the 32 products of a step and the sum so far to the
+    largest of these 33 and keeps 13 bits behind its leading one (reported by SageAttention2 and
+    DeepSeek-V3): each of them loses up to one unit of that place.
+
+    Whichever way they are cut, the mean is at most half a unit each, and six deviations (a unit /
+    sqrt(12) each, all together) beyond it are not reached. exp2 and log2 of the GPU add 2**-20.
+    Outputs need no such slack: rounding of the probabilities is larger, and it is bounded.
     """
-    case = inputs.case
-    if device.exact_fp8 or case.q_dtype == BF16:
+    if not device.is_gpu:
         return 0.0
-    steps, addends = 576 // 32, 33
-    largest = 0.0
+    narrow = not device.exact_fp8 and inputs.case.q_dtype != BF16
+    width, cut, bits = (32, 33, 13) if narrow else (16, 1, 23)
+    largest = _largest_sum(inputs, width)
+    if not largest:
+        return 0.0
+    unit = 2.0 ** (math.floor(math.log2(largest)) - bits)
+    cuts = 576 // width * cut
+    off = unit * (cuts / 2 + 6 * math.sqrt(cuts / 12))
+    return off * inputs.score_scale * reference.LOG2_E + 2.0**-20
+
+
+def _largest_sum(inputs: Inputs, width: int) -> float:
+    """The largest magnitude of a query's products with keys, and of their sums by ``width``."""
+    q_len, largest = inputs.case.q_len, 0.0
     for request, length in enumerate(inputs.seq_lens.tolist()):
+        if length == 0:
+            continue
         keys = reference.gather_keys(inputs.kv_cache, inputs.block_table[request], 0, length)
         keys = keys.float()
-        q = inputs.q[request * case.q_len : (request + 1) * case.q_len].float().reshape(-1, 576)
+        q = inputs.q[request * q_len : (request + 1) * q_len].float().reshape(-1, 576)
         sums = torch.zeros(q.shape[0], length)
-        for step in range(steps if length else 0):
-            part = slice(step * 32, step * 32 + 32)
+        for start in range(0, 576, width):
+            part = slice(start, start + width)
             sums += q[:, part] @ keys[:, part].T
             product = float(q[:, part].abs().max() * keys[:, part].abs().max())
             largest = max(largest, product, float(sums.abs().max()))
-    if not largest:
-        return 0.0
-    unit = 2.0 ** (math.floor(math.log2(largest)) - 13)
-    addends *= steps
-    off = unit * (addends / 2 + 6 * math.sqrt(addends / 12))
-    return off * inputs.score_scale * reference.LOG2_E
+    return largest
 
 
 def core_of(device: Device, case: Case, workers: int | None = None) -> BalancedMla:
