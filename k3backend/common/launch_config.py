@@ -22,6 +22,8 @@ class LaunchConfig:
         num_warps, num_stages: Triton's.
         prefetch: load the next step's keys into registers while this one computes; with it
             num_stages is 1, without it the compiler pipelines num_stages deep.
+        hoist: the compiler may compute what no step changes before the loop over tiles, where it
+            stays in registers; False computes it again in every step.
         num_xcds: dies that workgroups are dealt to round-robin; 1 where there is one L2.
         backend_options: further options of the vendor's compiler, by name.
         combine_splits, combine_columns, combine_warps: splits that one combine program reads at a
@@ -34,6 +36,7 @@ class LaunchConfig:
     num_warps: int
     num_stages: int = 1
     prefetch: bool = False
+    hoist: bool = True
     num_xcds: int = 1
     backend_options: tuple[tuple[str, int], ...] = ()
     combine_splits: int = 32

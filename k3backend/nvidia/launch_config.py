@@ -1,7 +1,8 @@
 """Launch choices of the folded decode on NVIDIA, one heuristic with the reason beside each number.
 
 The reasons are static: what the compiler makes of the kernel for sm_90 and sm_100 (registers,
-spills, shared memory, matrix instructions), without timing on a device.
+spills, shared memory, matrix instructions), without timing on a device. "In flight" means that the
+machine code asks for keys at least one step before it waits for them.
 """
 
 from __future__ import annotations
@@ -21,27 +22,41 @@ def decode_launch(
         q_dtype, kv_dtype: "fp8" or "bf16".
         capability: compute capability, major * 10 + minor.
     """
-    # 64 rows, also for fewer: wgmma's M is 64, and below it Triton turns fp8 into float16 mma.sync.
-    # 128 rows do not fit: their 128 x 512 float32 accumulators take all 256 registers of each of
-    # 256 threads on sm_90, and fill tensor memory on sm_100, where Triton then compiles to an
-    # almost empty kernel without an error.
-    del rows, q_dtype, kv_dtype
-    if capability >= 100:
-        return LaunchConfig(
-            row_groups=(64, 0),
-            # 64 keys and one 512-wide value fill the 512 columns of tensor memory exactly; 32 keys
-            # or narrower chunks ask for 576, and Triton then compiles to a kernel without a body.
-            tile_tokens=64,
-            value_chunk=512,
-            num_warps=8,
-            num_stages=2,
-        )
+    del rows
+    tile_tokens, value_chunk, prefetch = _step(q_dtype, kv_dtype, capability)
     return LaunchConfig(
+        # 64 rows, also for fewer: wgmma's M is 64, and below it Triton turns fp8 into float16
+        # mma.sync. 128 rows do not fit: their 128 x 512 float32 accumulators take all 256 registers
+        # of each of 256 threads on sm_90, and fill tensor memory on sm_100, where Triton then
+        # compiles to an almost empty kernel without an error.
         row_groups=(64, 0),
-        # 32 keys and 128-wide value chunks: no spills for fp8. 256-wide ones spill 3 registers, 64
-        # keys 24 and more, all outside the loop over tiles.
-        tile_tokens=32,
-        value_chunk=128,
+        tile_tokens=tile_tokens,
+        value_chunk=value_chunk,
         num_warps=8,
-        num_stages=2,
+        prefetch=prefetch,
+        # 5: the page of a block comes two stages before its keys, and these two before the
+        # products, so that one tile is in flight while another is multiplied. With 2 to 4 the code
+        # asks for a tile at the end of a step and waits for it at the start of the next one.
+        # On sm_100 a third buffer of bfloat16 keys fits with Triton 3.9 alone: 250,424 B before it.
+        num_stages=1 if prefetch else 2 if capability >= 100 and kv_dtype == "bf16" else 5,
+        # The descriptors of the query's 36 matrix operands (18 in fp8) are the same in every step.
+        # Held in registers they spill 24 to 100 of them in bfloat16.
+        hoist=False,
     )
+
+
+def _step(q_dtype: DtypeName, kv_dtype: DtypeName, capability: int) -> tuple[int, int, bool]:
+    """Keys of a step, columns of a value chunk, and whether keys are prefetched into registers."""
+    if capability >= 100:
+        # One 512-wide value fills the 512 columns of tensor memory exactly; narrower chunks ask for
+        # 576, and Triton then compiles to a kernel without a body. 64 bfloat16 keys spill 17.
+        return (32 if kv_dtype == "bf16" else 64), 512, False
+    if q_dtype == "fp8":
+        # fp8 values are transposed on their way through registers, so Triton does not pipeline
+        # them: in registers they are in flight. 64 keys then spill 235 and more.
+        return 32, 128, True
+    if kv_dtype == "fp8":
+        # 1,383 instructions for 64 keys, 1,076 for 32.
+        return 64, 256, False
+    # 64 keys need 294,920 B of shared memory, of which there are 232,448.
+    return 32, 128, False

@@ -28,6 +28,10 @@ def decode_launch(
     """
     groups = _row_groups(rows, q_dtype, arch)
     tile_tokens, nonkdim = _step(sum(groups), q_dtype)
+    options = [("matrix_instr_nonkdim", nonkdim)]
+    if arch == "gfx942" and q_dtype == kv_dtype == "bf16" and sum(groups) == 96:
+        # Two matrix instructions per LDS read: 491 VGPR, where one spills 43.
+        options.append(("kpack", 2))
     return LaunchConfig(
         row_groups=groups,
         tile_tokens=tile_tokens,
@@ -38,7 +42,7 @@ def decode_launch(
         # In registers: two pipeline stages spill 157 registers and more from 64 rows on.
         prefetch=True,
         num_xcds=NUM_XCDS.get(arch, 1),
-        backend_options=(("matrix_instr_nonkdim", nonkdim),),
+        backend_options=tuple(options),
     )
 
 

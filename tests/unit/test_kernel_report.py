@@ -356,6 +356,62 @@ def test_bfloat16_is_shown_without_bounds():
     assert kv_reads(subject.shape, subject.launch, row.facts) == 1
 
 
+@pytest.mark.compiler
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        ("gfx950", "TP8 1 token bf16"),
+        ("gfx942", "TP8 1 token bf16"),
+        ("gfx942", "TP8 8 tokens bf16"),
+        ("sm_90", "TP8 1 token bf16"),
+        ("sm_90", "TP8 8 tokens bf16"),
+        ("sm_100", "TP8 1 token bf16"),
+        ("sm_100", "TP8 8 tokens bf16"),
+    ],
+)
+def test_bfloat16_decodes_show_no_problem(target, name):
+    (subject,) = (s for s in subjects(target, "bf16") if s.name == f"decode {name}")
+    row = judge(subject, compile_subject(subject), NO_BOUNDS)
+    assert row.problems == ()
+    if "1 token" in name:
+        assert tile_times(target, subject.shape, subject.launch, row.facts).bandwidth_share >= 0.7
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize(
+    ("target", "dtype"), [("sm_90", "fp8"), ("sm_90", "bf16"), ("sm_100", "fp8")]
+)
+def test_keys_are_in_flight_while_others_are_multiplied_on_nvidia(target, dtype):
+    subject = next(s for s in subjects(target, dtype) if "TP8 8 tokens" in s.name)
+    code = _loop_code(subject)
+    if subject.launch.prefetch:
+        # Loads into registers come before the products, and what they bring is used a step later.
+        loads = [i for i, name in enumerate(code) if name.startswith("LDG.E.128")]
+        assert loads
+        assert max(loads) < next(i for i, name in enumerate(code) if "GMMA" in name)
+    else:
+        assert _waits(code)
+        assert all(left > 0 for left in _waits(code))
+        two = replace(subject, launch=replace(subject.launch, num_stages=2))
+        assert 0 in _waits(_loop_code(two)), "two stages wait for every load"
+
+
+def _loop_code(subject) -> list[str]:
+    """Names and operands of the main loop."""
+    from k3backend.common.kernels.disassembly import disassemble
+    from k3backend.report import nvidia_code
+    from k3backend.report.kernel_requests import compile_request
+
+    sass = disassemble(compile_request(subject).compile().asm["cubin"]).sass
+    loop = nvidia_code._listing(sass).main_loop(nvidia_code._is_matrix)
+    return [f"{i.name} {i.operands}" for i in loop]
+
+
+def _waits(code: list[str]) -> list[int]:
+    """How many groups of copies may still be on their way, at every wait for some."""
+    return [int(line.split(",")[1], 16) for line in code if line.startswith("DEPBAR.LE SB0")]
+
+
 def _mutated(target: str, **launch: object) -> tuple[str, ...]:
     """Problems of the 8-token decode with another launch choice."""
     subject = next(s for s in subjects(target) if s.name == "decode TP8 8 tokens")

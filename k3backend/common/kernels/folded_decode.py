@@ -279,6 +279,7 @@ def folded_decode_kernel(
     CP: tl.constexpr,
     PREFETCH: tl.constexpr,
     STAGES: tl.constexpr,
+    HOIST: tl.constexpr,
     P_EXP: tl.constexpr,
     NUM_XCDS: tl.constexpr,
     STORE_LSE: tl.constexpr,
@@ -362,7 +363,7 @@ def folded_decode_kernel(
             )  # fmt: skip
             final_tile = kv_start + (last - kv_start) // TILE * TILE
             page = _page_of(table, tl.minimum(kv_start + TILE, final_tile), BLOCK_SIZE)
-        for token in tl.range(kv_start, kv_end, TILE, num_stages=STAGES):
+        for token in tl.range(kv_start, kv_end, TILE, num_stages=STAGES, disable_licm=not HOIST):
             token = tl.multiple_of(token, TILE)
             if PREFETCH:
                 # The keys of the next step and the page of the one after are in flight while this

@@ -87,6 +87,7 @@ def launch_decode(
         CP=causal_lens is not None,
         PREFETCH=config.prefetch,
         STAGES=config.num_stages,
+        HOIST=config.hoist,
         P_EXP=P_EXP[q.dtype],
         NUM_XCDS=config.num_xcds,
         STORE_LSE=lse2 is not None,

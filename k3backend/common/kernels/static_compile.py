@@ -99,6 +99,7 @@ def decode_request(shape: ProductionShape, config: LaunchConfig, target: str) ->
         "CP": shape.cp,
         "PREFETCH": config.prefetch,
         "STAGES": config.num_stages,
+        "HOIST": config.hoist,
         "P_EXP": _P_EXP[q_type],
         "NUM_XCDS": config.num_xcds,
         "STORE_LSE": True,
