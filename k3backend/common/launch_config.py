@@ -24,6 +24,8 @@ class LaunchConfig:
             num_stages is 1, without it the compiler pipelines num_stages deep.
         hoist: the compiler may compute what no step changes before the loop over tiles, where it
             stays in registers; False computes it again in every step.
+        exact_sums: add the values of every step in float32 outside of the matrix unit, whose sums
+            of fp8 products are narrower on sm_90.
         num_xcds: dies that workgroups are dealt to round-robin; 1 where there is one L2.
         backend_options: further options of the vendor's compiler, by name.
         combine_splits, combine_columns, combine_warps: splits that one combine program reads at a
@@ -37,6 +39,7 @@ class LaunchConfig:
     num_stages: int = 1
     prefetch: bool = False
     hoist: bool = True
+    exact_sums: bool = False
     num_xcds: int = 1
     backend_options: tuple[tuple[str, int], ...] = ()
     combine_splits: int = 32

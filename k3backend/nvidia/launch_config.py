@@ -42,6 +42,9 @@ def decode_launch(
         # The descriptors of the query's 36 matrix operands (18 in fp8) are the same in every step.
         # Held in registers they spill 24 to 100 of them in bfloat16.
         hoist=False,
+        # Hopper's fp8 matrix unit keeps 13 bits behind the leading one of a sum (reported by
+        # SageAttention2 and DeepSeek-V3): a sum over thousands of keys would swallow what is added.
+        exact_sums=q_dtype == "fp8" and capability < 100,
     )
 
 

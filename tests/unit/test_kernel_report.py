@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from k3backend.common.launch_config import LaunchConfig, ProductionShape
+from k3backend.nvidia.launch_config import decode_launch as nvidia_launch
 from k3backend.report import kernel_bounds
 from k3backend.report.amd_code import amd_facts
 from k3backend.report.chips import CHIPS
@@ -394,6 +395,27 @@ def test_keys_are_in_flight_while_others_are_multiplied_on_nvidia(target, dtype)
         assert all(left > 0 for left in _waits(code))
         two = replace(subject, launch=replace(subject.launch, num_stages=2))
         assert 0 in _waits(_loop_code(two)), "two stages wait for every load"
+
+
+@pytest.mark.compiler
+def test_values_of_fp8_are_summed_in_float32_on_sm_90():
+    """Hopper's fp8 matrix unit sums in fewer bits: what it makes of a tile is added outside."""
+    subject = next(s for s in subjects("sm_90") if "TP8 8 tokens" in s.name)
+    assert subject.launch.exact_sums
+    # One multiply-add per accumulator of a thread: the sum so far, decayed, and the tile's.
+    accumulators = 64 * 512 // (subject.launch.num_warps * 32)
+    assert sum(line.startswith("FFMA") for line in _loop_code(subject)) >= accumulators
+    narrow = replace(subject, launch=replace(subject.launch, exact_sums=False))
+    assert sum(line.startswith("FFMA") for line in _loop_code(narrow)) < accumulators
+
+
+def test_only_hopper_s_fp8_needs_sums_outside_of_the_matrix_unit():
+    exact = {
+        (q, capability): nvidia_launch(96, q_dtype=q, capability=capability).exact_sums
+        for q in ("fp8", "bf16")
+        for capability in (90, 100)
+    }
+    assert [key for key, value in exact.items() if value] == [("fp8", 90)]
 
 
 def _loop_code(subject) -> list[str]:

@@ -146,12 +146,14 @@ def _attend(
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
     P_EXP: tl.constexpr,
+    EXACT_SUMS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """One tile of keys for one row group. Returns (m, total, acc).
 
     m: running maximum of the scaled scores; total, acc: sums of probabilities and of values, both
-    relative to 2**(m - P_EXP).
+    relative to 2**(m - P_EXP). EXACT_SUMS: the matrix unit adds up one tile's values alone, because
+    its sums of fp8 products are narrower than float32 on sm_90.
     """
     dtype: tl.constexpr = q_rope.dtype
     s = tl.zeros([ROWS, TILE], tl.float32)
@@ -168,7 +170,12 @@ def _attend(
     p = round_to(p, dtype, UPCAST)
     out = ()
     for c in tl.static_range(VALUE_DIM // CHUNK):
-        out = out + (_dot(p, k[c].to(dtype), acc[c] * decay[:, None], UPCAST),)
+        before = acc[c] * decay[:, None]
+        if EXACT_SUMS:
+            step = _dot(p, k[c].to(dtype), tl.zeros([ROWS, CHUNK], tl.float32), UPCAST)
+            out = out + (before + step,)
+        else:
+            out = out + (_dot(p, k[c].to(dtype), before, UPCAST),)
     return m_new, total, out
 
 
@@ -281,6 +288,7 @@ def folded_decode_kernel(
     STAGES: tl.constexpr,
     HOIST: tl.constexpr,
     P_EXP: tl.constexpr,
+    EXACT_SUMS: tl.constexpr,
     NUM_XCDS: tl.constexpr,
     STORE_LSE: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -384,12 +392,14 @@ def folded_decode_kernel(
                 )  # fmt: skip
             m_a, total_a, acc_a = _attend(
                 q_a, q_rope_a, k_now, k_rope_now, lane[None, :] < (bound_a - token)[:, None],
-                score_scale, m_a, total_a, acc_a, ROWS_A, TILE, CHUNK, P_EXP, UPCAST,
+                score_scale, m_a, total_a, acc_a, ROWS_A, TILE, CHUNK, P_EXP, EXACT_SUMS,
+                UPCAST,
             )  # fmt: skip
             if ROWS_B > 0:
                 m_b, total_b, acc_b = _attend(
                     q_b, q_rope_b, k_now, k_rope_now, lane[None, :] < (bound_b - token)[:, None],
-                    score_scale, m_b, total_b, acc_b, ROWS_B, TILE, CHUNK, P_EXP, UPCAST,
+                    score_scale, m_b, total_b, acc_b, ROWS_B, TILE, CHUNK, P_EXP, EXACT_SUMS,
+                    UPCAST,
                 )  # fmt: skip
         _store_rows(
             m_a, total_a, acc_a, rows_a, slot_rows_a, request, slot, out_scale,

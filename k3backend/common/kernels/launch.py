@@ -89,6 +89,7 @@ def launch_decode(
         STAGES=config.num_stages,
         HOIST=config.hoist,
         P_EXP=P_EXP[q.dtype],
+        EXACT_SUMS=config.exact_sums,
         NUM_XCDS=config.num_xcds,
         STORE_LSE=lse2 is not None,
         UPCAST=INTERPRETING,

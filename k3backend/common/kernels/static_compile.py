@@ -101,6 +101,7 @@ def decode_request(shape: ProductionShape, config: LaunchConfig, target: str) ->
         "STAGES": config.num_stages,
         "HOIST": config.hoist,
         "P_EXP": _P_EXP[q_type],
+        "EXACT_SUMS": config.exact_sums,
         "NUM_XCDS": config.num_xcds,
         "STORE_LSE": True,
         "UPCAST": False,
