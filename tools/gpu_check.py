@@ -80,13 +80,13 @@ class Record:
         self.write(line)
 
     def write(self, line: str) -> None:
-        """Print a line and renew the file, whole at any moment."""
-        print(line, flush=True)
+        """Renew the file, whole at any moment, then print: a printed entry is in the file."""
         self.document["seconds"] = round(self.elapsed_s, 1)
         if self.path is not None:
             fresh = self.path.with_name(f"{self.path.name}.new")
             fresh.write_text(json.dumps(self.document, indent=1, allow_nan=False) + "\n")
             fresh.replace(self.path)
+        print(line, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
