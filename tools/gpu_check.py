@@ -15,7 +15,6 @@ listed. Exit codes: 0 all right, 1 a check or a shape failed, 2 no GPU or bad us
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -26,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from k3backend.cli.arguments import integer
 from k3backend.cli.command_line import EXIT_DONE, EXIT_NO, CommandParser, guarded
 from k3backend.cli.platform import installed_versions
 from k3backend.common.errors import PlatformError
@@ -96,11 +96,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> int:
     parser = CommandParser(PROG, "Checks the decode on a GPU: correctness, then speed.")
-    add = parser.add_argument
-    add("--budget", type=_seconds, default=DEFAULT_BUDGET_S, metavar="S", help="seconds; 540")
+    add, seconds = parser.add_argument, integer(1, 86400)
+    add("--budget", type=seconds, default=DEFAULT_BUDGET_S, metavar="S", help="seconds; 540")
     add("--json", metavar="FILE", help="write the result there, renewed after every entry")
     add("--only", choices=("correctness", "speed"), help="one of the two parts")
-    add("--jobs", type=_jobs, default=None, metavar="N", help="processes that check; of 4 CPUs 3")
+    add("--jobs", type=integer(1, 64), metavar="N", help="processes that check; of 4 CPUs 3")
     add("--dry-run", action="store_true", help="list what would run")
     add("--interpret", action="store_true", help="tiny checks in Triton's interpreter, on the CPU")
     args = parser.parse_args(argv)
@@ -238,18 +238,6 @@ def rates_line(row: dict[str, Any]) -> str:
     share = f"{row['of_copy']:>6.1%}" if "of_copy" in row else f"{'':>6}"
     how = "" if row["timed"] == "graph" else f"  ({row['timed']})"
     return f"{line}{row['gb_s']:>7.0f} {share} {row['tflop_s']:>7.1f}{how}"
-
-
-def _seconds(text: str) -> float:
-    if text.isascii() and text.isdigit() and 1 <= int(text) <= 86400:
-        return float(text)
-    raise argparse.ArgumentTypeError(f"{text[:40]!r} is not 1 to 86400 seconds; give some")
-
-
-def _jobs(text: str) -> int:
-    if text.isascii() and text.isdigit() and 1 <= int(text) <= 64:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text[:40]!r} is not 1 to 64 processes; give some")
 
 
 def _dry_run(record: Record, only: str | None) -> int:
