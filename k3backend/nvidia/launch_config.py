@@ -23,7 +23,7 @@ def decode_launch(
         capability: compute capability, major * 10 + minor.
     """
     del rows
-    tile_tokens, value_chunk, prefetch = _step(q_dtype, kv_dtype, capability)
+    tile_tokens, value_chunk, num_stages = _step(q_dtype, kv_dtype, capability)
     return LaunchConfig(
         # 64 rows, also for fewer: wgmma's M is 64, and below it Triton turns fp8 into float16
         # mma.sync. 128 rows do not fit: their 128 x 512 float32 accumulators take all 256 registers
@@ -33,12 +33,12 @@ def decode_launch(
         tile_tokens=tile_tokens,
         value_chunk=value_chunk,
         num_warps=8,
-        prefetch=prefetch,
+        # What the compiler does not pipeline is loaded a step ahead into registers.
+        prefetch=num_stages == 1,
         # 5: the page of a block comes two stages before its keys, and these two before the
         # products, so that one tile is in flight while another is multiplied. With 2 to 4 the code
         # asks for a tile at the end of a step and waits for it at the start of the next one.
-        # On sm_100 a third buffer of bfloat16 keys fits with Triton 3.9 alone: 250,424 B before it.
-        num_stages=1 if prefetch else 2 if capability >= 100 and kv_dtype == "bf16" else 5,
+        num_stages=num_stages,
         # The descriptors of the query's 36 matrix operands (18 in fp8) are the same in every step.
         # Held in registers they spill 24 to 100 of them in bfloat16.
         hoist=False,
@@ -48,18 +48,21 @@ def decode_launch(
     )
 
 
-def _step(q_dtype: DtypeName, kv_dtype: DtypeName, capability: int) -> tuple[int, int, bool]:
-    """Keys of a step, columns of a value chunk, and whether keys are prefetched into registers."""
+def _step(q_dtype: DtypeName, kv_dtype: DtypeName, capability: int) -> tuple[int, int, int]:
+    """Keys of a step, columns of a value chunk, and stages of the pipeline of loads."""
     if capability >= 100:
         # One 512-wide value fills the 512 columns of tensor memory exactly; narrower chunks ask for
-        # 576, and Triton then compiles to a kernel without a body. 64 bfloat16 keys spill 17.
-        return (32 if kv_dtype == "bf16" else 64), 512, False
+        # 576, and Triton then compiles to a kernel without a body.
+        if kv_dtype == "bf16":
+            # 64 keys spill 17. A third buffer of 32 fits with Triton 3.9 alone: 250,424 B before.
+            return 32, 512, 2
+        return 64, 512, 5
     if q_dtype == "fp8":
         # fp8 values are transposed on their way through registers, so Triton does not pipeline
         # them: in registers they are in flight. 64 keys then spill 235 and more.
-        return 32, 128, True
+        return 32, 128, 1
     if kv_dtype == "fp8":
         # 1,383 instructions for 64 keys, 1,076 for 32.
-        return 64, 256, False
+        return 64, 256, 5
     # 64 keys need 294,920 B of shared memory, of which there are 232,448.
-    return 32, 128, False
+    return 32, 128, 5
