@@ -12,8 +12,9 @@ from k3backend.common.errors import UnsupportedDecodeError
 
 def kernel_device_problems(device: torch.device | str) -> list[str]:
     """Why kernels cannot run on a device; empty if they can."""
-    if device_name_problems(device):
-        return device_name_problems(device)
+    reasons = device_name_problems(device)
+    if reasons:
+        return reasons
     found = torch.device(device)
     if found.type == "cpu":
         return device_problems(found)
@@ -39,13 +40,17 @@ def launching_on(tensor: torch.Tensor) -> AbstractContextManager[object]:
     return guard
 
 
+def missing_gpu_problems(device: torch.device | str) -> list[str]:
+    """Why a device other than the CPU is not here; empty if it is."""
+    return [] if torch.device(device).type == "cpu" else kernel_device_problems(device)
+
+
 def require_gpu(device: torch.device | str) -> None:
     """Refuse a device other than the CPU that is not here.
 
     Raises:
         UnsupportedDecodeError: naming the device.
     """
-    if torch.device(device).type != "cpu":
-        reasons = kernel_device_problems(device)
-        if reasons:
-            raise UnsupportedDecodeError("balanced MLA decode cannot be built", reasons)
+    reasons = missing_gpu_problems(device)
+    if reasons:
+        raise UnsupportedDecodeError("balanced MLA decode cannot be built", reasons)

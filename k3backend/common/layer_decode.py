@@ -26,6 +26,7 @@ from k3backend.common.decode_checks import (
     shape_problems,
 )
 from k3backend.common.errors import UnsupportedDecodeError, WorkspaceError
+from k3backend.common.kernel_device import missing_gpu_problems
 from k3backend.common.layer_config import DecodeConfig, read_config
 from k3backend.common.query_lengths import read_query_length
 
@@ -167,7 +168,7 @@ class BalancedDecode(ABC):
             raise UnsupportedDecodeError("balanced decode cannot be built", reasons)
         self.heads = num_heads * self.config.dcp_size
         reasons = shape_problems(self.heads, self.config.max_q_len, self.config.max_requests)
-        reasons += self.platform_problems()
+        reasons += missing_gpu_problems(self.config.device) or self.platform_problems()
         if reasons:
             raise UnsupportedDecodeError(
                 f"balanced decode of {num_heads} heads x DCP {self.config.dcp_size}, "
@@ -187,7 +188,7 @@ class BalancedDecode(ABC):
         """The vendor's core for ``self.heads``, ``self.config`` and a query length."""
 
     def platform_problems(self) -> list[str]:
-        """Limits of the vendor beside those of the shape."""
+        """Limits of the vendor beside those of the shape, on a device that is here."""
         return []
 
     def decode(
