@@ -62,11 +62,10 @@ def query_problems(q: object) -> list[str]:
             f"q is a {type(q).__name__}, expected one tensor [tokens, heads, {HEAD_DIM}]; "
             "concatenate latent and rope parts"
         ]
-    if not_a_tensor("q", q):
-        return not_a_tensor("q", q)
-    if q.ndim != 3:
-        return [f"q has shape {list(q.shape)}, expected [tokens, heads, {HEAD_DIM}]"]
-    return []
+    reasons = not_a_tensor("q", q)
+    if not reasons and q.ndim != 3:
+        reasons.append(f"q has shape {list(q.shape)}, expected [tokens, heads, {HEAD_DIM}]")
+    return reasons
 
 
 def tensor_problems(
@@ -121,13 +120,13 @@ def cache_problems(kv_cache: Any, device: torch.device) -> list[str]:
 
     Blocks may be any distance apart; what is inside a block is addressed with 32 bits.
     """
-    if not_a_tensor("kv_cache", kv_cache):
-        return not_a_tensor("kv_cache", kv_cache)
+    reasons = not_a_tensor("kv_cache", kv_cache)
+    if reasons:
+        return reasons
     if kv_cache.ndim != 3 or kv_cache.shape[-1] != HEAD_DIM or kv_cache.shape[1] < 1:
         return [
             f"kv_cache has shape {list(kv_cache.shape)}, expected [blocks, block_size, {HEAD_DIM}]"
         ]
-    reasons = []
     if kv_cache.stride(2) != 1:
         reasons.append(
             f"kv_cache has strides {list(kv_cache.stride())}, expected a contiguous last dimension"
