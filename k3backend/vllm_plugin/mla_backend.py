@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 from k3backend.common.attention_reference import HEAD_DIM
 from k3backend.common.decode_checks import MAX_HEADS, MAX_PLANNED_REQUESTS, MAX_Q_LEN
 from k3backend.common.errors import UnsupportedDecodeError
-from k3backend.common.layer_config import DecodeConfig
+from k3backend.common.layer_config import CACHE_DTYPES, DecodeConfig
 from k3backend.common.layer_decode import BalancedDecode
 from k3backend.vllm_plugin import compat
 from k3backend.vllm_plugin.decode_batch import announce_decode, one_query
@@ -115,7 +115,7 @@ class K3MLABackend(MLACommonBackend):
     """What vLLM asks before it takes a backend; the same for both vendors where not overridden."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16", "fp8", "fp8_e4m3"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = list(CACHE_DTYPES)
 
     @staticmethod
     def get_name() -> str:
